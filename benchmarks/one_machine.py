@@ -11,7 +11,8 @@ model) and strategies run on logical CPU devices.
 The rows "one device" and "towers" are this project's programs as they are, with
 log lines, summaries and moving averages. `fit` has the moving averages of its
 optimizer, the TensorBoard callback, and TensorFlow's own local response
-normalization; `fit auto` compiles with XLA too. The strategies train in a plain
+normalization; `fit, our LRN` has that of this project, and `fit auto` compiles
+with XLA. The strategies train in a plain
 loop on this project's network with its normalization, without moving averages
 or summaries. The last row prepares batches and does nothing with them.
 """
@@ -54,6 +55,7 @@ _ROWS = (
   "one device",
   "towers",
   "fit",
+  "fit, our LRN",
   "fit auto",
   "CentralStorageStrategy",
   "MirroredStrategy",
@@ -82,15 +84,18 @@ def ours(num_towers: int) -> float:
   return programs.examples_per_sec(output)
 
 
-def fit(jit_compile: bool | str) -> float:
+def fit(jit_compile: bool | str, *, has_our_lrn: bool) -> float:
   """Returns the examples/sec of `keras.Model.fit`.
 
   Args:
     jit_compile: The argument of `compile`: whether XLA compiles the step.
+    has_our_lrn: Whether the network has this project's local response
+      normalization. Otherwise, it has that of TensorFlow.
   """
   import keras
 
   from benchmarks import plain_network
+  from cifar10 import lrn
   from cifar10 import model as model_lib
 
   def configure(layer):
@@ -104,7 +109,12 @@ def fit(jit_compile: bool | str) -> float:
       if batch + 1 == _WARM_UP_STEPS:
         self.start = time.perf_counter()
 
-  model = plain_network.build(configure=configure)
+  model = plain_network.build(
+    lrn.LocalResponseNormalization
+    if has_our_lrn
+    else plain_network.Normalization,
+    configure,
+  )
   model.compile(
     keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9999),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -215,7 +225,9 @@ def _measure_here(row: str) -> float:
   if row.startswith("input"):
     return input_alone()
   if row.startswith("fit"):
-    return fit("auto" if row == "fit auto" else False)
+    return fit(
+      "auto" if row == "fit auto" else False, has_our_lrn="our LRN" in row
+    )
   return strategy(row)
 
 
@@ -227,7 +239,7 @@ def main(argv: list[str]) -> None:
   rounds = []
   for number in range(FLAGS.rounds):
     rounds.append({})
-    for row in _ROWS:
+    for row in _ROWS[:: -1 if number % 2 else 1]:
       rounds[-1][row] = measure(row)
       print(f"round {number}: {row} {rounds[-1][row]:.0f}/s", flush=True)
   rates = {row: ratios.spread([r[row] for r in rounds]) for row in _ROWS}

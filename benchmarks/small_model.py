@@ -154,8 +154,10 @@ def main() -> None:
   print(f"{'round':6}" + "".join(f"{name:>34}" for name in names))
   rounds = []
   for number in range(arguments.rounds):
-    row = [measure("benchmarks.v1_sync_replicas")]
-    row += [measure("benchmarks.small_model_task", *which) for which in ours]
+    kinds = [("benchmarks.v1_sync_replicas",)]
+    kinds += [("benchmarks.small_model_task", *which) for which in ours]
+    step = -1 if number % 2 else 1  # Every second round has the reverse order.
+    row = [measure(*kind) for kind in kinds[::step]][::step]
     rounds.append(
       {name: 1e3 / millis for name, millis in zip(names, row, strict=True)}
     )

@@ -53,9 +53,19 @@ def _in_words(interval: Sequence[float], digits: int) -> str:
   return f"{mean} ({low} to {high})"
 
 
-def _goal(goal: float, reached: float) -> str:
-  """Names a goal, and says whether it was missed."""
-  return f"Goal {goal}" + ("" if reached >= goal else ": **missed**")
+def _goal(goal: float, found: Sequence[float]) -> str:
+  """Names a goal, and says whether it was reached.
+
+  A goal is reached or missed if the whole 95% interval of the geometric mean
+  over the rounds is above or below it.
+
+  Args:
+    goal: The least ratio.
+    found: The ratio of each round.
+  """
+  _, low, high = ratios.interval(found)
+  words = "reached" if low >= goal else "missed" if high < goal else "not shown"
+  return f"Goal {goal}: **{words}**"
 
 
 def _three_digits(value: float) -> str:
@@ -114,10 +124,10 @@ def floor_ratios() -> list[str]:
       for k in kinds
     ]
 
-  nearest = max(
-    data["ratios_of_rates"][f"training, {kind} / floor, {kind}"]["median"]
-    for kind in kinds
-  )
+  nearest = [
+    max(rates[f"training, {kind}"] / rates[f"floor, {kind}"] for kind in kinds)
+    for rates in data["updates_per_sec"]
+  ]
   return _table(
     ["", *kinds],
     [
@@ -326,7 +336,7 @@ def bandwidth_peers() -> list[str]:
     found = _quotients(_rounds(data, network, "200"), first, second)
     text = ratios.in_words(found)
     if second == f"{first} commit":
-      text += f". {_goal(1.3, ratios.spread(found)['median'])}"
+      text += f". {_goal(1.3, found)}"
     return text
 
   return _table(
@@ -404,10 +414,7 @@ def embedding_ratios() -> list[str]:
 
   against = quotients("asynchronous", "strategy")
   updates = quotients("synchronous", "asynchronous")
-  goals = [
-    _goal(goal, ratios.interval(found)[0])
-    for goal, found in ((1.2, against), (0.7, updates))
-  ]
+  goals = [_goal(1.2, against), _goal(0.7, updates)]
   return _table(
     ["ratio", "geometric mean over the rounds (95% interval)"],
     [
@@ -509,6 +516,11 @@ class _Ratios:
       for kind in ("between-graph", "in-graph")
     )
 
+  def goal(self, goal: float, first: str, second: str) -> str:
+    """Names a goal of a ratio, and says whether it was reached."""
+    rounds = self.data.get("rounds") or self.data["steps_per_sec"]
+    return _goal(goal, [rates[first] / rates[second] for rates in rounds])
+
   def median(self, first: str, second: str) -> float:
     return self.data["ratios"][f"{first} / {second}"]["median"]
 
@@ -533,7 +545,7 @@ def _asynchronous() -> Iterable[list[object]]:
     "Asynchronous, 2 workers with batches of 128, so that an update has as many"
     " images as an update of one process: examples/sec, divided by those of one"
     f" process with both cores and batches of 128 ({found.rate(_ONE)})."
-    f" {_goal(0.85, found.median('between-graph', _ONE))}",
+    f" {found.goal(0.85, 'between-graph', _ONE)}",
     command,
     count,
     found.both(_ONE),
@@ -543,14 +555,14 @@ def _asynchronous() -> Iterable[list[object]]:
     "The same examples/sec, divided by those of TensorFlow's own asynchronous"
     f" training: `{_STRATEGY}`, `ClusterCoordinator` and Keras, as in its"
     " tutorial, without moving averages."
-    f" {_goal(1.2, found.median('between-graph', _STRATEGY))}",
+    f" {found.goal(1.2, 'between-graph', _STRATEGY)}",
     "the same",
     count,
     found.both(_STRATEGY),
   ]
   yield [
     "The same, if TensorFlow uses our local response normalization (LRN)."
-    f" {_goal(1.1, found.median('between-graph', normal))}",
+    f" {found.goal(1.1, 'between-graph', normal)}",
     "the same",
     count,
     found.both(normal),
@@ -571,7 +583,7 @@ def _small_model() -> Iterable[list[object]]:
       "Small model, ten updates per call, as the programs make them between two"
       " log lines: steps/sec, divided by those of TF1's `SyncReplicasOptimizer`"
       f" ({millis['min']:.1f} to {millis['max']:.1f} ms per step)."
-      f" {_goal(1.5, found.median('between-graph', _TF1))}",
+      f" {found.goal(1.5, 'between-graph', _TF1)}",
       "",
       _command(found.data),
     ),
@@ -611,7 +623,7 @@ def _one_machine() -> Iterable[list[object]]:
     "Examples/sec of two towers of 64 images, divided by those of TensorFlow's"
     " strategies on the same devices and with our LRN. For"
     " `CentralStorageStrategy`:"
-    f" {_goal(1.0, found.median('towers', 'CentralStorageStrategy')).lower()}",
+    f" {found.goal(1.0, 'towers', 'CentralStorageStrategy').lower()}",
     "the same",
     count,
     f"`CentralStorageStrategy` {found.of('towers', 'CentralStorageStrategy')},"
@@ -652,8 +664,8 @@ def _parts() -> Iterable[list[object]]:
   rows = _read("pipeline")
   split = rows["cifar10"]
   yield [
-    "Two stages on two devices: examples/sec, divided by those of the same"
-    " network on one device",
+    "Two stages on two devices, with one thread per operation: examples/sec,"
+    " divided by those of the same network on one device",
     _command(rows),
     len(split["unsplit"]["examples_per_sec"]),
     ", ".join(

@@ -7,11 +7,12 @@ The cluster is 1 PS (parameter server) and N workers of the CIFAR-10 program on
 this machine, with synthetic images and both drivers. The single process has all
 cores, and equally many images in an update. A synchronous update takes a part
 of these images from each worker, an asynchronous one takes all from one worker.
-All take turns, so that they meet the same noise; the ratio within a round is
-what counts. With asynchronous updates, TensorFlow's own
-`ParameterServerStrategy` is measured too: as its tutorial has it; with this
-project's local response normalization; with each variable fetched once a step
-too; and with as many threads in each process as this project uses.
+All take turns, so that they meet the same noise; every second round has the
+reverse order. The ratio within a round is what counts. With asynchronous
+updates, TensorFlow's own `ParameterServerStrategy` is measured too: as its
+tutorial has it; with this project's local response normalization; with each
+variable fetched once a step too; and with as many threads in each process as
+this project uses.
 """
 
 import re
@@ -103,7 +104,9 @@ def main(argv: list[str]) -> None:
   print(f"{'round':6}" + "".join(f"{name:>26}" for name in names))
   rounds = []
   for number in range(FLAGS.rounds):
-    rates = {name: measure() for name, measure in measures.items()}
+    order = names[:: -1 if number % 2 else 1]
+    rates = {name: measures[name]() for name in order}
+    rates = {name: rates[name] for name in names}
     cells = [
       f"{rate:.0f}/s ({rate / rates[_ONE]:.2f})" for rate in rates.values()
     ]

@@ -479,6 +479,8 @@ def _how(report: Mapping) -> str:
   if "commit" in report:
     load = report["load_average"][0]
     words += f"; commit {report['commit']}; load at the start {load}"
+  if "judged_with" in report:
+    words += f"; judged again with commit {report['judged_with']}"
   return f"{words}; took {report['seconds']} s"
 
 
