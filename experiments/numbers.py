@@ -12,10 +12,18 @@ before it that says where they come from, one of
 The first names files in `experiments/` with the stored measurements, and tables
 that `experiments.tables` computes from such files, separated by commas. Each
 file must say when it was made; else the comment must, after a semicolon. Each
-number of the block must be in these files, rounded as it is written, or be its
-difference from 1, as a share or as a percentage; or be in these tables, or in a
-file that is not JSON, as it is written. Settings, goals and numbers that are
-computed in another way follow after "also:". The second comment admits that the
+number of the block must be one of
+
+*   a value of a finding of a claim in these files, or the median of its values;
+    or the difference of that from 1, as a share or as a percentage; rounded as
+    it is written;
+*   a number of these tables, or of a file that is not JSON, as it is written;
+*   a number that the comment computes. `; computed: 0.34 = EXPRESSION; ...`
+    does so in Python; `x` is the content of the first JSON file, `xs` that of
+    all, and `_FUNCTIONS` may be called;
+*   a setting or a goal. They follow after `; also:`, separated by commas.
+
+The second comment admits that the
 block has the date and the command of a measurement whose output was not stored.
 The third says why the numbers are no measurements, but settings or theory. A
 comment whose text ends in "(section)" holds for all blocks up to the next
@@ -31,10 +39,13 @@ import json
 import math
 import pathlib
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from benchmarks import ratios
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/**/*.md", "experiments/README.md")
@@ -62,6 +73,18 @@ _UNITS = (
 _NUMBER = re.compile(
   rf"(?<![\w.,-])(\d[\d,]*\.\d+|\d[\d,]*(?=[ \u00a0-]?(?:{_UNITS})))(?!\.\d)"
 )
+
+
+_FUNCTIONS = {
+  "gmean": statistics.geometric_mean,
+  "interval": ratios.interval,
+  "len": len,
+  "max": max,
+  "mean": statistics.mean,
+  "median": statistics.median,
+  "min": min,
+  "sum": sum,
+}
 
 
 class Number(NamedTuple):
@@ -133,23 +156,46 @@ def numbers(page: str, text: str) -> Iterator[Number]:
     line += block.count("\n")
 
 
-def leaves(data: object) -> Iterator[float]:
-  """Yields all numbers in decoded JSON.
+def findings(data: object) -> Iterator[float]:
+  """Yields the values of the findings of a claim, and their medians.
 
   Args:
-    data: Decoded JSON.
+    data: Decoded JSON, of a claim or not.
   """
   if isinstance(data, dict):
-    for value in data.values():
-      yield from leaves(value)
-  elif isinstance(data, list):
-    own = [x for x in data if isinstance(x, (int, float))]
-    if own:
-      yield sorted(own)[len(own) // 2]  # The median is what is quoted.
-    for value in data:
-      yield from leaves(value)
-  elif isinstance(data, (int, float)) and not isinstance(data, bool):
-    yield float(data)
+    for finding in data.get("findings", ()):
+      yield statistics.median(finding["values"])
+      yield from finding["values"]
+
+
+def computed(comment: str, data: Sequence[object]) -> dict[str, float]:
+  """Returns what the expressions of a comment give.
+
+  Args:
+    comment: The comment, or its part with the expressions.
+    data: The decoded JSON files that the comment names.
+
+  Returns:
+    The values by the number that stands before the expression.
+
+  Raises:
+    ValueError: If there is no number before an expression, or an expression
+      fails.
+  """
+  found = {}
+  text = comment.partition("computed:")[2].partition("also:")[0]
+  names = {"__builtins__": {}, "x": data[0] if data else None, "xs": data}
+  for part in filter(str.strip, text.split(";")):
+    written, _, expression = map(str.strip, part.partition("="))
+    if not _DIGITS.fullmatch(written):
+      raise ValueError(f"{part.strip()!r} must be NUMBER = EXPRESSION")
+    try:
+      # The pages are as much a part of this repository as this program.
+      value = float(eval(expression, {**names, **_FUNCTIONS}))
+    except Exception as error:
+      raise ValueError(f"{expression!r} failed: {error!r}") from error
+    found[written] = value
+  return found
 
 
 def is_in(number: Number, values: Sequence[float]) -> bool:
@@ -186,7 +232,7 @@ def problem(number: Number) -> str:
   if number.kind == "not stored":
     return "" if _DATE.search(source) else "has no date in its comment"
   names, _, more = source.partition(";")
-  values = []
+  values, files = [], []
   written: set[str] = set()
   for name in names.split(","):
     if name.strip().startswith("table "):
@@ -202,16 +248,23 @@ def problem(number: Number) -> str:
     data = None
     if path.suffix == ".json":
       data = json.loads(text)
+      files.append(data)
     else:
       written |= set(_DIGITS.findall(text))
     has_own = isinstance(data, dict) and "date" in data
     if not (has_own or _DATE.search(more)):
       return f"has no date: neither {name.strip()} nor its comment has one"
-    values += leaves(data)
+    values += findings(data)
   written |= set(_DIGITS.findall(more.partition("also:")[2]))
-  if is_in(number, values) or number.text in written:
+  if number.text in written:
     return ""
-  return f"is not in {names}"
+  try:
+    results = computed(more, files)
+  except ValueError as error:
+    return str(error)
+  if number.text in results:
+    values = [results[number.text]]
+  return "" if is_in(number, values) else f"is not in {names}"
 
 
 def pages() -> dict[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from benchmarks import tables as benchmark_tables
 from experiments import numbers
 from experiments import race
+from experiments import update_rules
 from experiments.claims import validation
 from experiments.support import race_real
 
@@ -53,6 +54,12 @@ _BENCHMARKS = (
 )
 
 
+def _update_rules() -> list[str]:
+  path = _RESULTS / "update_rules.json"
+  rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+  return update_rules.table([r for r in rows if r["workers"] == 4]).splitlines()
+
+
 def _validation() -> list[str]:
   path = _RESULTS / "validation.json"
   return validation.table(json.loads(path.read_text(encoding="utf-8")))
@@ -72,6 +79,7 @@ def _race_real() -> list[str]:
 TABLES: dict[str, Callable[[], Sequence[str]]] = {
   "race": _race,
   "race_real": _race_real,
+  "update_rules": _update_rules,
   "validation": _validation,
   **{make.__name__: make for make in _BENCHMARKS},
 }

@@ -63,6 +63,24 @@ class NumbersTest(absltest.TestCase):
     also = _STORED.format("; also: 12.3456")
     self.assertEmpty(_problems(also + "It costs 12.3456%.\n"))
 
+  def test_a_comment_may_compute_a_number(self):
+    stored = "<!-- measured: results/fit.json; 2026-11-25; {} -->\n\nA 0.99.\n"
+    for words, problems in {
+      'computed: 0.99 = mean(r["fit"] / r["loop"] for r in x["rounds"])'
+      "; 3 = len(xs)": 0,
+      'computed: 0.99 = 1.01 * len(x["rounds"]) / 8': 1,
+      'computed: 0.98 = x["rounds"][0]["fit"] / x["rounds"][0]["loop"]': 1,
+      "computed: 0.99 = x.rounds": 1,
+      "computed: 0.99": 1,
+      "computed: 0.99 = open('x')": 1,
+      "also: 0.99": 0,
+    }.items():
+      self.assertLen(_problems(stored.format(words)), problems, words)
+
+  def test_raw_measurements_do_not_suffice(self):
+    text = "<!-- measured: results/fit.json; 2026-11-25 -->\n\n167.44.\n"
+    self.assertLen(_problems(text), 1)
+
   def test_a_generated_table_may_be_the_source(self):
     self.enter_context(
       mock.patch.object(numbers, "generated", lambda: {"some": "| 0.83 (5%) |"})
