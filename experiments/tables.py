@@ -54,6 +54,43 @@ _BENCHMARKS = (
 )
 
 
+_TRAININGS = {
+  "between_graph": "The tutorial's network, between-graph: 2,000 updates of 2 x"
+  " 128 images",
+  "in_graph": "The same, in-graph",
+  "modern": "The tutorial's network with `--recipe=modern`, one device, 40"
+  " epochs",
+  "modern_10_epochs": "The same with 10 epochs",
+  "inception_backup": "`inception_mini`, 2 PS and 3 workers, one of them a"
+  " backup: 6,000 updates of 2 x 32 images",
+}
+# How an evaluation differs from that of one view of each test image.
+_VIEWS = {
+  "": "",
+  "--views=2": " with two views",
+  "--views=6": " with six views",
+  "--eval_data=train_eval": " on the first 10,000 training images",
+}
+
+
+def _trainings() -> list[str]:
+  path = _RESULTS / "trainings.json"
+  rows = json.loads(path.read_text(encoding="utf-8"))
+  lines = ["| what | command | precision @ 1 | date |", "|---|---|---|---|"]
+  for name, what in _TRAININGS.items():
+    if name not in rows:
+      continue
+    row = rows[name]
+    found = [
+      f"{precision:.4f}{_VIEWS[command.partition('--run_once')[2].strip()]}"
+      for command, precision in row["precision"].items()
+    ]
+    lines.append(
+      f"| {what} | `{row['command']}` | {', '.join(found)} | {row['date']} |"
+    )
+  return lines
+
+
 def _update_rules() -> list[str]:
   path = _RESULTS / "update_rules.json"
   rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -79,6 +116,7 @@ def _race_real() -> list[str]:
 TABLES: dict[str, Callable[[], Sequence[str]]] = {
   "race": _race,
   "race_real": _race_real,
+  "trainings": _trainings,
   "update_rules": _update_rules,
   "validation": _validation,
   **{make.__name__: make for make in _BENCHMARKS},
