@@ -8,6 +8,7 @@ Reads the stored result of the experiment `straggler`, and writes the picture
 
 import json
 import pathlib
+import statistics
 
 import matplotlib
 
@@ -34,26 +35,30 @@ _SETTINGS = {
 
 
 def draw(path: pathlib.Path) -> None:
-  """Draws the updates per second with and without a slow worker, as bars.
+  """Draws the updates per second with and without a slow worker.
+
+  Bars are medians over the repetitions, and lines the ranges.
 
   Args:
     path: The SVG file to write.
   """
   document = json.loads(RESULT.read_text(encoding="utf-8"))
-  (measured,) = document["measurements"]
   with pyplot.rc_context(_SETTINGS):
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
     for name, (position, label, color) in _BARS.items():
-      rate = measured[name]["steps_per_sec"]
+      rates = [m[name]["steps_per_sec"] for m in document["measurements"]]
+      rate = statistics.median(rates)
       axes.barh(position, rate, 0.8, color=color)
-      axes.text(rate + 0.04, position, f"{rate:.2f}", va="center")
+      axes.plot([min(rates), max(rates)], [position] * 2, color="black")
+      axes.text(max(rates) + 0.04, position, f"{rate:.2f}", va="center")
       axes.text(-0.06, position, label, va="center", ha="right")
     for position, text in (
       (5.05, "Each update waits for all 3 workers"),
       (2.05, "Each update takes the first 2 gradients of 3"),
     ):
       axes.text(0, position, text, va="center", weight="bold")
-    axes.set(xlim=(0, 4), ylim=(-0.4, 5.4), xlabel="updates per second")
+    axes.set(ylim=(-0.4, 5.4), xlabel="updates per second")
+    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     axes.set_yticks([])
     axes.spines[["top", "right"]].set_visible(False)
     figure.subplots_adjust(left=0.27, right=0.98, top=0.99, bottom=0.17)

@@ -13,10 +13,10 @@ recorded timelines say who waited, and how stale gradients were. That follows
 from the given times, so it is shown and not judged.
 
 Then every worker reads a variable, waits for its time, and adds 1, again and
-again. They do so in four ways: as a literal write, which assigns what was read
-plus 1, and by the asynchronous rule of the library, without options, with
-`use_locking` and with `snapshot_reads`. If no write is lost, the variable ends
-at the number of writes.
+again. They do so as a literal write, which assigns what was read plus 1, and by
+the asynchronous rule of the library, without options, with `use_locking` and
+with `snapshot_reads`; and by the rule without waiting, as fast as they can. If
+no write is lost, the variable ends at the number of writes.
 
 The late updates of the recorded asynchronous training also push the ball of
 `stale_ball`. That computation is shown and not judged.
@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.claims import partial_updates
 from experiments.claims import stale_ball
 from experiments.claims import straggler
 from experiments.simulator import recorded_run
@@ -45,12 +46,14 @@ RATE = stale_ball.RATE
 # How a worker writes -> the options of the asynchronous rule; None: it assigns
 # what it has read plus 1. LITERAL_FAST is without the slow worker.
 LITERAL, LITERAL_FAST = "assign", "assign, without the slow worker"
+WITHOUT_WAITING = "add, without waiting"
 WAYS = {
   LITERAL: None,
   LITERAL_FAST: None,
   "add": {},
   "add, use_locking": {"use_locking": True},
   "add, snapshot_reads": {"snapshot_reads": True},
+  WITHOUT_WAITING: {},
 }
 RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
 # In the picture.
@@ -202,6 +205,18 @@ def lost(measurement: dict, way: str) -> float:
   return 1 - found["value"] / sum(found["writes"])
 
 
+def most_lost(measurement: dict, way: str) -> float:
+  """Returns the share of lost writes with which the measurement agrees, at most.
+
+  Args:
+    measurement: The result of `measure`.
+    way: How the workers wrote, one of `WAYS`.
+  """
+  writes = sum(measurement["writes"][way]["writes"])
+  lost_writes = round(lost(measurement, way) * writes)
+  return partial_updates.upper_bound(lost_writes, writes)
+
+
 def summary(events: Sequence[recorded_run.Event]) -> dict:
   """Summarizes a recorded run, after all workers have computed once.
 
@@ -338,6 +353,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       )
       for way, options in WAYS.items()
       if options is not None
+    ),
+    claims.Finding(
+      f"upper limit of this share ({WITHOUT_WAITING}; 95% confidence)",
+      each(lambda m: most_lost(m, WITHOUT_WAITING)),
     ),
     claims.Finding(
       "computed for one weight: the share of the others' progress since its"

@@ -107,7 +107,9 @@ def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
     if options is not None:
       rule = _rule(options)
       rule.build(driver.store)
-    turn = _turn(driver.store, rule, task.index, turn_secs[task.index])
+    is_fast = way == overwrite_and_idle.WITHOUT_WAITING
+    wait_secs = 0.0 if is_fast else turn_secs[task.index]
+    turn = _turn(driver.store, rule, task.index, wait_secs)
     takes_part = way != overwrite_and_idle.LITERAL_FAST or not is_slow
     if takes_part:
       turn()  # Traces the functions.
