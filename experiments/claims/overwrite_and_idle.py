@@ -206,7 +206,7 @@ def lost(measurement: dict, way: str) -> float:
 
 
 def most_lost(measurement: dict, way: str) -> float:
-  """Returns the share of lost writes with which the measurement agrees, at most.
+  """Returns the largest share of lost writes with which a measurement agrees.
 
   Args:
     measurement: The result of `measure`.
