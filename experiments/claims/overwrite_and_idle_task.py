@@ -68,7 +68,8 @@ def _turn(store, rule, replica: int, secs: float) -> Callable[[], None]:
 
     @tf.function(autograph=False)
     def read():
-      return rule.pull_contributed(replica)
+      token, values = rule.pull_contributed(replica)
+      return token.global_step, values
 
     @tf.function(autograph=False)
     def write(step, value):
