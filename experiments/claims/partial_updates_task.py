@@ -86,9 +86,9 @@ def _read(store, rule, num_reads: int) -> dict[str, float]:
 
   @tf.function
   def look():
-    step, values = rule.pull_contributed(_READER)
+    token, values = rule.pull_contributed(_READER)
     ranges = [[tf.reduce_min(v), tf.reduce_max(v)] for v in values]
-    return step, tf.convert_to_tensor(ranges)
+    return token.global_step, tf.convert_to_tensor(ranges)
 
   for _ in range(_FIRST_READS):
     first, _ = look()

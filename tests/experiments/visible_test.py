@@ -8,10 +8,17 @@ from absl.testing import parameterized
 
 from experiments import simulator
 from experiments.claims import overwrite_and_idle
+from experiments.claims import overwrite_and_idle_task
 from experiments.claims import partial_updates
+from experiments.claims import partial_updates_task
+from experiments.claims import torn_elements_task
 from experiments.simulator import compute_times
 from experiments.simulator import recorded_run
 from experiments.support import claims
+from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import resources
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
 
 try:
   import matplotlib
@@ -49,6 +56,57 @@ def _seen(neither, use_locking, snapshot_reads, in_whole=0.0, large=None):
     for name, share in shares.items()
   }
   return {**settings, "large": large or _large()}
+
+
+def _built(rule, replica):
+  """Returns a store of this process with the variables, for the rule."""
+  specs = placement.from_variables(replica.variables)
+  store = parameter_store.ParameterStore(
+    specs,
+    placement.plan(specs, placement.GreedyByBytes(1)),
+    num_tasks=1,
+    device_of_task=lambda _: "/device:CPU:0",
+    namespace=resources.new_namespace("visible"),
+  )
+  rule.build(store)
+  values = [tf.identity(v) for v in replica.variables]
+  rule_base.create_or_resume(rule, store, values)
+  return store
+
+
+class TaskTest(parameterized.TestCase):
+  """What the tasks of the experiments do with a rule of the library."""
+
+  @parameterized.parameters(*overwrite_and_idle.WAYS.items())
+  def test_a_turn_adds_one(self, way, options):
+    del way
+    task = overwrite_and_idle_task
+    rule = task._rule(options or {})
+    store = _built(rule, task._replica())
+    turn = task._turn(store, None if options is None else rule, 0, 0.0)
+    turn()
+    turn()
+    self.assertEqual(float(store.read()[0]), 2.0)
+    rule.close()
+
+  @parameterized.parameters(*partial_updates.SETTINGS.values())
+  def test_reads_of_variables_that_rest(self, **options):
+    rule = partial_updates_task._rule(options)
+    store = _built(rule, partial_updates_task._replica())
+    found = partial_updates_task._read(store, rule, 3)
+    self.assertEqual(found["anywhere"], 0.0)
+    self.assertEqual(found["updates_per_sec"], 0.0)
+    rule.close()
+
+  @parameterized.parameters(*partial_updates.WAYS.values())
+  def test_adds_to_a_large_variable_and_reads_it(self, is_sparse, options):
+    task = torn_elements_task
+    rule = task._rule(options)
+    store = _built(rule, task._replica([4, 2]))
+    task._adder(store, rule, 0, is_sparse)()
+    found = task._reader(store, rule, "snapshot_reads" in options)()
+    self.assertEqual(found[0], [1.0, 1.0])
+    rule.close()
 
 
 class PartialUpdatesTest(parameterized.TestCase):
