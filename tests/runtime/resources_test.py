@@ -8,6 +8,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tests.support import stores
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
 
 
@@ -113,6 +114,46 @@ class NamespaceTest(parameterized.TestCase):
     self._fill(resources.Namespace(*fields).child("one"), 4.0)
     found = self._found(resources.Namespace(*fields).child("one"))
     self.assertEqual(found, (4.0, [4.0]))
+
+  def test_a_lock_is_held_until_calls_have_ended(self):
+    """`control_flow.call_on` makes stateless calls, which read variables."""
+    namespace, here = resources.new_namespace("held"), resources.this_device()
+    held = threading.Event()
+    with tf.device(here):
+      gate = namespace.queue("gate", [tf.bool])
+      mutex = namespace.mutex("mutex")
+      value = namespace.variable("value", [], "float32")
+      value.assign(1.0)
+
+    @tf.function(autograph=False)
+    def read():
+      def wait_and_read():
+        tf.py_function(held.set, [], [])
+        with tf.control_dependencies(gate.dequeue()):
+          return value.read_value()
+
+      return mutex.hold(lambda: control_flow.call_on(here, wait_and_read))
+
+    @tf.function(autograph=False)
+    def change():
+      return mutex.hold(lambda: tf.identity(value.assign(2.0)))
+
+    found = []
+    reading = threading.Thread(
+      target=lambda: found.append(float(read())), daemon=True
+    )
+    changing = threading.Thread(target=change, daemon=True)
+    reading.start()
+    self.assertTrue(held.wait(timeout=60))
+    changing.start()
+    changing.join(timeout=1)
+    self.assertTrue(changing.is_alive())
+    gate.enqueue([tf.constant(True)])
+    for thread in (reading, changing):
+      thread.join(timeout=60)
+      self.assertFalse(thread.is_alive())
+    self.assertEqual(found, [1.0])
+    self.assertEqual(float(value), 2.0)
 
   def test_a_lock_of_an_older_generation_holds_nobody_up(self):
     old, new = (resources.Namespace("locks", g) for g in (0, 1))

@@ -83,6 +83,19 @@ def call_on(
   )
 
 
+def stateless_calls() -> list[tf.Operation]:
+  """Returns the calls of `call_on` in the graph that is being traced.
+
+  Only what uses their results waits for them, although their functions may read
+  variables. Calls in branches and loops are not included.
+  """
+  return [
+    operation
+    for operation in current_graph().get_operations()
+    if operation.type == "PartitionedCall"
+  ]
+
+
 def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
   """Runs the operations that `fn` builds, but only if `condition` is true.
 

@@ -26,6 +26,8 @@ import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_replicas.runtime import control_flow
+
 # Tensors in any `tf.nest` structure.
 _Tensors = TypeVar("_Tensors")
 _Choice = TypeVar("_Choice")
@@ -645,19 +647,29 @@ class Mutex:
 
     Args:
       body: Creates ops, and returns tensors in any structure. The lock is
-        released when all of its stateful ops have ended.
+        released when all of its stateful ops, and its calls of
+        `control_flow.call_on`, have ended.
       after: Tensors to wait for before the lock is acquired, such as inputs of
         `body` that come from another task.
 
     Returns:
       Copies of the tensors, on the device of the caller.
     """
+
+    def whole() -> _Tensors:
+      results = body()
+      if calls := control_flow.stateless_calls():
+        with tf.device(self.device), tf.control_dependencies(calls):
+          # Stateful, so that it is waited for, and by it the calls.
+          tf.raw_ops.Assert(condition=True, data=[0])
+      return results
+
     with tf.device(self.device):
       with tf.control_dependencies(list(after)):
         lock = tf.raw_ops.MutexLock(mutex=self._handle)
       with tf.control_dependencies([lock]):
         # The call of a function ends when all of its stateful ops have ended.
-        results = tf.function(body, autograph=False)()
+        results = tf.function(whole, autograph=False)()
       with tf.control_dependencies(tf.nest.flatten(results)):
         released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
     with tf.control_dependencies([released]):
