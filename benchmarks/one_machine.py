@@ -12,9 +12,9 @@ The rows "one device" and "towers" are this project's programs as they are, with
 log lines, summaries and moving averages. `fit` has the moving averages of its
 optimizer, the TensorBoard callback, and TensorFlow's own local response
 normalization; `fit, our LRN` has that of this project, and `fit auto` compiles
-with XLA. The strategies train in a plain
-loop on this project's network with its normalization, without moving averages
-or summaries. The last row prepares batches and does nothing with them.
+with XLA. The strategies train in a plain loop on this project's network with
+its normalization, without moving averages or summaries. The last row prepares
+batches and does nothing with them.
 """
 
 import os
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> None:
   rounds = []
   for number in range(FLAGS.rounds):
     rounds.append({})
-    for row in _ROWS[:: -1 if number % 2 else 1]:
+    for row in _ROWS if number % 2 else _ROWS[::-1]:
       rounds[-1][row] = measure(row)
       print(f"round {number}: {row} {rounds[-1][row]:.0f}/s", flush=True)
   rates = {row: ratios.spread([r[row] for r in rounds]) for row in _ROWS}

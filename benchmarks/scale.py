@@ -152,23 +152,17 @@ def time_ledger(
   """
   import tensorflow as tf
 
+  from experiments.support import one_thread
   from tf_replicas.programs import task_runner
   from tf_replicas.rules import protocol
   from tf_replicas.rules.sync import contributions
   from tf_replicas.rules.sync import ledger
   from tf_replicas.rules.sync import quorum
-  from tf_replicas.runtime import resources
-  from tf_replicas.store import parameter_store
   from tf_replicas.store import placement
 
   num_places = num_replicas - num_backups
-  specs = [placement.VariableSpec("w", (2,), "float32", True)]
-  store = parameter_store.ParameterStore(
-    specs,
-    placement.plan(specs, placement.GreedyByBytes(1)),
-    num_tasks=1,
-    device_of_task=lambda _: "/device:CPU:0",
-    namespace=resources.new_namespace("scale"),
+  store = one_thread.local_store(
+    [placement.VariableSpec("w", (2,), "float32", True)]
   )
   store.assign(0, np.zeros(2, np.float32))
   store.start()

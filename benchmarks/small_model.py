@@ -145,22 +145,20 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--output", help="File for the results, as JSON")
   arguments = parser.parse_args()
-  names = ["TF1 SyncReplicasOptimizer"]
-  ours = []
+  # Name -> arguments of `measure`.
+  kinds = {"TF1 SyncReplicasOptimizer": ("benchmarks.v1_sync_replicas",)}
   for most, words in ((PER_CALL, ""), (1, ", one per call")):
     for replication in ("between_graph", "in_graph"):
-      names.append(replication.replace("_", "-") + words)
-      ours.append((replication, most))
+      name = replication.replace("_", "-") + words
+      kinds[name] = ("benchmarks.small_model_task", replication, most)
+  names = list(kinds)
   print(f"{'round':6}" + "".join(f"{name:>34}" for name in names))
   rounds = []
   for number in range(arguments.rounds):
-    kinds = [("benchmarks.v1_sync_replicas",)]
-    kinds += [("benchmarks.small_model_task", *which) for which in ours]
-    step = -1 if number % 2 else 1  # Every second round has the reverse order.
-    row = [measure(*kind) for kind in kinds[::step]][::step]
-    rounds.append(
-      {name: 1e3 / millis for name, millis in zip(names, row, strict=True)}
-    )
+    order = names if number % 2 else names[::-1]
+    found = {name: measure(*kinds[name]) for name in order}
+    row = [found[name] for name in names]
+    rounds.append({name: 1e3 / found[name] for name in names})
     cells = [f"{t:.2f} ms ({row[0] / t:.2f})" for t in row]
     print(f"{number:<6}" + "".join(f"{c:>34}" for c in cells), flush=True)
   pairs = [(name, names[0]) for name in names[1:]]

@@ -104,12 +104,9 @@ def main(argv: list[str]) -> None:
   print(f"{'round':6}" + "".join(f"{name:>26}" for name in names))
   rounds = []
   for number in range(FLAGS.rounds):
-    order = names[:: -1 if number % 2 else 1]
+    order = names if number % 2 else names[::-1]
     rates = {name: measures[name]() for name in order}
-    rates = {name: rates[name] for name in names}
-    cells = [
-      f"{rate:.0f}/s ({rate / rates[_ONE]:.2f})" for rate in rates.values()
-    ]
+    cells = [f"{rates[n]:.0f}/s ({rates[n] / rates[_ONE]:.2f})" for n in names]
     print(f"{number:<6}" + "".join(f"{c:>26}" for c in cells), flush=True)
     rounds.append(rates)
   pairs = [(name, _ONE) for name in names[1:]]

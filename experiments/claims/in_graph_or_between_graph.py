@@ -71,7 +71,8 @@ def measure(is_quick: bool, seed: int) -> dict:
   numbers = (2,) if is_quick else WORKERS
   found: dict = {replication: {} for replication in REPLICATIONS}
   for number, workers in enumerate(numbers):
-    for replication in REPLICATIONS[:: -1 if (seed + number) % 2 else 1]:
+    is_reversed = (seed + number) % 2
+    for replication in REPLICATIONS[::-1] if is_reversed else REPLICATIONS:
       found[replication][str(workers)] = run(replication, workers, num_steps)
   return found
 

@@ -375,13 +375,12 @@ CLAIM = claims.Claim(
     " add to one variable of 64 MiB at the same time. A variable of TF1 is"
     " changed in place while others read it. Each read copies it in one pass,"
     " and the copy's smallest and largest element are compared. The library's"
-    " variables are locked during a"
-    " dense update, so that a read waits, and no read with unequal elements"
-    " was seen. The table gives an upper limit of their share (95%"
-    " confidence). A sparse update (of rows) does not exclude reads of the"
-    " same variable, with or without `use_locking`, so the warning is true for"
-    " it. With `snapshot_reads`, none of these reads had unequal elements"
-    " either."
+    " variables are locked during a dense update, so that a read waits, and no"
+    " read with unequal elements was seen. The table gives an upper limit of"
+    " their share (95% confidence). A sparse update (of rows) does not exclude"
+    " reads of the same variable, with or without `use_locking`, so the"
+    " warning is true for it. With `snapshot_reads`, none of these reads had"
+    " unequal elements either."
   ),
   measure=measure,
   find=find,

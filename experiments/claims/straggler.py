@@ -110,12 +110,10 @@ def measure(is_quick: bool, seed: int) -> dict:
   name of each setting to the result of `run`.
   """
   how = (40, _TUTORIAL) if is_quick else (60, _INCEPTION)
-  found = {
-    name: run(*_SETTINGS[name], *how)
-    for name in list(_SETTINGS)[:: -1 if seed % 2 else 1]
-    if not is_quick or _SETTINGS[name][0] < WORKERS
-  }
-  return {name: found[name] for name in _SETTINGS if name in found}
+  names = [n for n in _SETTINGS if not is_quick or _SETTINGS[n][0] < WORKERS]
+  order = names[::-1] if seed % 2 else names
+  found = {name: run(*_SETTINGS[name], *how) for name in order}
+  return {name: found[name] for name in names}
 
 
 def cost(measurement: dict, who: str) -> float:

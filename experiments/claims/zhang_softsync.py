@@ -325,8 +325,8 @@ CLAIM = claims.Claim(
   ),
   source="Zhang et al. 2015, Staleness-aware async-SGD, CIFAR-10",
   explanation=(
-    "Thirty learners compute all the time, and none of them waits. With n ="
-    " 1, the variables change when thirty gradients have arrived, as in"
+    "Thirty learners compute all the time, and none of them waits. With n = 1,"
+    " the variables change when thirty gradients have arrived, as in"
     " synchronous training. With n = 30, they change with every gradient,"
     " which was computed from the variables before the last 29 changes. Then"
     " there are thirty times as many updates of the same size, all from old"
@@ -337,11 +337,11 @@ CLAIM = claims.Claim(
     " plays all learners, in an order that follows from compute times with a"
     " standard deviation of 10%. That gradients are about n updates old, and"
     " hardly ever more than 2 n, follows from that, so these numbers are not"
-    " judged. Reads, staleness, rates and updates are those"
-    " of the library's rule. At the chosen rate, 1-softsync learns in this"
-    " short time. At three times this rate, synchronous training was as good,"
-    " but even 1-softsync failed. 30 synchronous replicas with 4 pictures each"
-    " are computed as one replica with 120 pictures."
+    " judged. Reads, staleness, rates and updates are those of the library's"
+    " rule. At the chosen rate, 1-softsync learns in this short time. At three"
+    " times this rate, synchronous training was as good, but even 1-softsync"
+    " failed. 30 synchronous replicas with 4 pictures each are computed as one"
+    " replica with 120 pictures."
   ),
   measure=measure,
   find=find,

@@ -31,15 +31,14 @@ import numpy as np
 import tensorflow as tf
 
 from experiments.simulator import compute_times
+from experiments.support import one_thread
 from tf_replicas.drivers import replica_loop
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
-from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
-from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 
 _CPU = "/device:CPU:0"
@@ -169,14 +168,9 @@ class Training:
         contributions in the next update. The clock then waits until the chief
         has changed the rule.
     """
-    specs = placement.from_variables(replica.variables)
     self.rule = rule
-    self._store = parameter_store.ParameterStore(
-      specs,
-      placement.plan(specs, placement.GreedyByBytes(1)),
-      num_tasks=1,
-      device_of_task=lambda _: _CPU,
-      namespace=resources.new_namespace("virtual-time"),
+    self._store = one_thread.local_store(
+      placement.from_variables(replica.variables)
     )
     rule.build(self._store, is_sparse=[False] * len(self._store.contributed))
     self._exchange_secs = exchange_secs

@@ -58,6 +58,42 @@ def finishing_order(
   return order
 
 
+def local_store(
+  specs: Sequence[placement.VariableSpec],
+) -> parameter_store.ParameterStore:
+  """Returns a parameter store whose only task is this process.
+
+  Args:
+    specs: The variables.
+  """
+  return parameter_store.ParameterStore(
+    specs,
+    placement.plan(specs, placement.GreedyByBytes(1)),
+    num_tasks=1,
+    device_of_task=lambda _: _CPU,
+    namespace=resources.new_namespace("local"),
+  )
+
+
+def build(
+  rule: rule_base.UpdateRule, replica: model_replica.Replica
+) -> parameter_store.ParameterStore:
+  """Builds a rule in this process, with the variables of a replica.
+
+  Args:
+    rule: The update rule, not built yet.
+    replica: Has the variables, with their initial values.
+
+  Returns:
+    The store of the rule.
+  """
+  store = local_store(placement.from_variables(replica.variables))
+  rule.build(store)
+  values = [tf.identity(v) for v in replica.variables]
+  rule_base.create_or_resume(rule, store, values)
+  return store
+
+
 def play(
   rule: async_replicas.AsyncReplicasOptimizer,
   replica: model_replica.Replica,
@@ -85,17 +121,7 @@ def play(
   Returns:
     The mean loss of each part that was finished, and the variables at the end.
   """
-  specs = placement.from_variables(replica.variables)
-  store = parameter_store.ParameterStore(
-    specs,
-    placement.plan(specs, placement.GreedyByBytes(1)),
-    num_tasks=1,
-    device_of_task=lambda _: _CPU,
-    namespace=resources.new_namespace("one-thread"),
-  )
-  rule.build(store)
-  values = [tf.identity(v) for v in replica.variables]
-  rule_base.create_or_resume(rule, store, values)
+  store = build(rule, replica)
   iterator = iter(replica.dataset_fn(1, 0, 0))
 
   def loop(index):

@@ -14,10 +14,9 @@ from cifar10 import config
 from cifar10 import inputs
 from cifar10 import sources
 from experiments.support import claims
+from experiments.support import one_thread
 from experiments.support import small_network
-from tf_replicas.runtime import resources
 from tf_replicas.store import inner_optimizer
-from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 
 
@@ -174,13 +173,8 @@ def _first_update(factor: float, *, is_corrected: bool) -> float:
     factor: The factor by which the rate is multiplied before that update.
     is_corrected: Whether `momentum_correction` is used.
   """
-  specs = [placement.VariableSpec("weight", (), "float32", True)]
-  store = parameter_store.ParameterStore(
-    specs,
-    placement.plan(specs, placement.GreedyByBytes(1)),
-    num_tasks=1,
-    device_of_task=lambda _: "/device:CPU:0",
-    namespace=resources.new_namespace("remarks"),
+  store = one_thread.local_store(
+    [placement.VariableSpec("weight", (), "float32", True)]
   )
   store.assign(0, tf.constant(0.0))
   inner = inner_optimizer.InnerOptimizer(

@@ -15,10 +15,7 @@ from experiments.claims import torn_elements_task
 from experiments.simulator import compute_times
 from experiments.simulator import recorded_run
 from experiments.support import claims
-from tf_replicas.rules import base as rule_base
-from tf_replicas.runtime import resources
-from tf_replicas.store import parameter_store
-from tf_replicas.store import placement
+from experiments.support import one_thread
 
 try:
   import matplotlib
@@ -58,22 +55,6 @@ def _seen(neither, use_locking, snapshot_reads, in_whole=0.0, large=None):
   return {**settings, "large": large or _large()}
 
 
-def _built(rule, replica):
-  """Returns a store of this process with the variables, for the rule."""
-  specs = placement.from_variables(replica.variables)
-  store = parameter_store.ParameterStore(
-    specs,
-    placement.plan(specs, placement.GreedyByBytes(1)),
-    num_tasks=1,
-    device_of_task=lambda _: "/device:CPU:0",
-    namespace=resources.new_namespace("visible"),
-  )
-  rule.build(store)
-  values = [tf.identity(v) for v in replica.variables]
-  rule_base.create_or_resume(rule, store, values)
-  return store
-
-
 class TaskTest(parameterized.TestCase):
   """What the tasks of the experiments do with a rule of the library."""
 
@@ -82,7 +63,7 @@ class TaskTest(parameterized.TestCase):
     del way
     task = overwrite_and_idle_task
     rule = task._rule(options or {})
-    store = _built(rule, task._replica())
+    store = one_thread.build(rule, task._replica())
     turn = task._turn(store, None if options is None else rule, 0, 0.0)
     turn()
     turn()
@@ -92,7 +73,7 @@ class TaskTest(parameterized.TestCase):
   @parameterized.parameters(*partial_updates.SETTINGS.values())
   def test_reads_of_variables_that_rest(self, **options):
     rule = partial_updates_task._rule(options)
-    store = _built(rule, partial_updates_task._replica())
+    store = one_thread.build(rule, partial_updates_task._replica())
     found = partial_updates_task._read(store, rule, 3)
     self.assertEqual(found["anywhere"], 0.0)
     self.assertEqual(found["updates_per_sec"], 0.0)
@@ -102,7 +83,7 @@ class TaskTest(parameterized.TestCase):
   def test_adds_to_a_large_variable_and_reads_it(self, is_sparse, options):
     task = torn_elements_task
     rule = task._rule(options)
-    store = _built(rule, task._replica([4, 2]))
+    store = one_thread.build(rule, task._replica([4, 2]))
     task._adder(store, rule, 0, is_sparse)()
     found = task._reader(store, rule, "snapshot_reads" in options)()
     self.assertEqual(found[0], [1.0, 1.0])
