@@ -112,6 +112,7 @@ def ask_chief(driver: driver_base.Driver, *, fails: bool = False) -> dict:
       answers["steps"] = _steps(driver)
       answers["global_step"] = driver.global_step
       answers["examples_seen"] = int(driver.store.examples_seen.read_value())
+      answers["state_counts"] = driver.store.counts()
       answers["examples_drawn"] = int(driver.examples_drawn())
       answers["counts"] = [[c.applied, c.refused] for c in driver.counts()]
       answers["values"], answers["averages"] = (
@@ -191,6 +192,9 @@ class DriverSuite(rule_suite.Interface):
     examples = [examples for _, _, examples, _ in self.answers["steps"]]
     self.assertEqual(sum(examples), self.answers["examples_seen"])
     self.assertEqual(sum(examples), LAST * word_model.BATCH)
+    self.assertEqual(
+      self.answers["state_counts"], [LAST, self.answers["examples_seen"]]
+    )
     losses = [loss for _, loss, *_ in self.answers["steps"]]
     self.assertTrue(np.isfinite(losses).all())
 

@@ -86,6 +86,10 @@ class TrainedState(checkpoints.Checkpointable, Protocol):
   def read_global_step(self) -> tf.Tensor:
     """Returns the number of updates made so far, an int64 scalar."""
 
+  def counts(self) -> tuple[int, int]:
+    """Reads the global step and `examples_seen`, both as of the same update."""
+    ...
+
   def table(self) -> str:
     """Returns a readable table of the variables and their devices."""
 

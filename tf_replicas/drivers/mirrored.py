@@ -87,6 +87,10 @@ class MirroredStore:
     """Returns the number of updates made so far, an int64 scalar."""
     return self._stores[0].read_global_step()
 
+  def counts(self) -> tuple[int, int]:
+    """Reads the global step and `examples_seen`, both as of the same update."""
+    return self._stores[0].counts()
+
   def state(self) -> dict[str, tf.Tensor]:
     """Returns the values of the first device's copy by name, for a checkpoint.
 

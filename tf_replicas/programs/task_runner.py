@@ -35,7 +35,6 @@ from tf_replicas.session import checkpoints
 from tf_replicas.session import interrupts
 from tf_replicas.session import reports
 from tf_replicas.session import training
-from tf_replicas.store import parameter_store
 
 # What TensorFlow 2.21 raises for unreadable data or a full memory, and not for
 # a lost task.
@@ -366,7 +365,7 @@ def _drive(
 
 
 def _check_rate(
-  store: parameter_store.ParameterStore,
+  store: driver_base.TrainedState,
   options: run_options.Options,
   workload: run_options.Workload,
   left: int,
@@ -393,7 +392,7 @@ def _check_rate(
 
 
 def _max_steps(
-  store: parameter_store.ParameterStore,
+  store: driver_base.TrainedState,
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> int:

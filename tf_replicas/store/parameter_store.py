@@ -586,7 +586,7 @@ class ParameterStore:
       return self.global_step.read_value()
 
   def counts(self) -> tuple[int, int]:
-    """Reads the global step and `examples_seen` at one moment.
+    """Reads the global step and `examples_seen`, both as of the same update.
 
     Two reads could have an update of an asynchronous replica between them.
     """
