@@ -342,7 +342,7 @@ def _draw_bars(axis, settings, labels, scale=1.0) -> None:
         ha="center",
         fontsize=9,
       )
-  axis.set_xticks(range(len(settings)), SETTINGS)
+  axis.set_xticks(range(len(settings)), SETTINGS, fontsize=8)
   axis.margins(y=0.15)
   axis.legend(
     loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9
