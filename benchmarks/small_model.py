@@ -147,9 +147,9 @@ def main() -> None:
   arguments = parser.parse_args()
   # Name -> arguments of `measure`.
   kinds = {"TF1 SyncReplicasOptimizer": ("benchmarks.v1_sync_replicas",)}
-  for most, words in ((PER_CALL, ""), (1, ", one per call")):
+  for most, suffix in ((PER_CALL, ""), (1, ", one per call")):
     for replication in ("between_graph", "in_graph"):
-      name = replication.replace("_", "-") + words
+      name = replication.replace("_", "-") + suffix
       kinds[name] = ("benchmarks.small_model_task", replication, most)
   names = list(kinds)
   print(f"{'round':6}" + "".join(f"{name:>34}" for name in names))
