@@ -13,8 +13,8 @@ not losses. A replica repeats these steps:
    outgoing links of the PS tasks (parameter servers) evenly, and no replica is
    faster than its own link.
 2. It computes gradients, for a time drawn from a distribution.
-3. It hands its gradients over, if the rule wants them. The PS tasks' incoming
-   links transfer gradients in the order in which they arrive.
+3. It hands its gradients over, if the rule wants them. All replicas that do so
+   at the same time share the incoming links of the PS tasks evenly.
 4. It reads again when the rule lets it.
 
 Every message, and the first byte of everything longer, takes `latency`.

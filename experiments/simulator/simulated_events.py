@@ -57,16 +57,16 @@ class Training:
     self._records = records
     self._queue, self._number = [], 0
     self._ends, self._staleness = [], []
-    self._reads = _Shared(
-      self,
-      simulated_links.FairShare(
-        cluster.total_bandwidth, cluster.replica_bandwidth
-      ),
+    self._reads, self._gradients = (
+      _Shared(
+        self,
+        simulated_links.FairShare(
+          cluster.total_bandwidth, cluster.replica_bandwidth
+        ),
+      )
+      for _ in range(2)
     )
     self._cores = _Shared(self, simulated_links.FairShare(cluster.cores, 1.0))
-    self._gradients = simulated_links.InOrder(
-      cluster.total_bandwidth, cluster.replica_bandwidth
-    )
     is_sync = isinstance(rule, simulated_cluster.Sync)
     self._rule = (_SyncRule if is_sync else _AsyncRule)(self, rule)
     for replica in range(cluster.num_replicas):
@@ -196,11 +196,13 @@ class Training:
   def _send(self, replica: int, start: float, act: Callable[[], None]) -> None:
     amount = self.cluster.handed_over_bytes
     self.result.sent_bytes[replica] += amount
-    end = self._gradients.end(self.time, amount)
-    self.record(
-      replica, self.tags[replica], "hand_over", start, end + self.latency
-    )
-    self.at(end, act)
+
+    def arrive():
+      end = self.time + self.latency
+      self.record(replica, self.tags[replica], "hand_over", start, end)
+      act()
+
+    self._gradients.use(amount, arrive)
 
 
 class _Shared:

@@ -1,4 +1,4 @@
-"""Simulates capacities that replicas share: evenly, or one after the other."""
+"""Simulates capacities that replicas share evenly."""
 
 import heapq
 import math
@@ -82,40 +82,13 @@ class FairShare:
     self._time = max(time, self._time)
 
 
-class InOrder:
-  """Simulates a link that makes one transfer after the other, in order.
-
-  No transfer is faster than the link of its sender, but such a slow transfer
-  does not hold up the next one.
-  """
-
-  def __init__(self, capacity: float, limit: float):
-    """Creates a link without transfers.
-
-    Args:
-      capacity: The bytes/s of this link.
-      limit: The bytes/s of the link of each sender.
-    """
-    self._capacity = capacity
-    self._limit = limit
-    self._free = 0.0
-
-  def end(self, time: float, amount: float) -> float:
-    """Adds a transfer, and returns the time at which it has arrived.
-
-    Args:
-      time: The time in seconds at which the transfer begins.
-      amount: The number of bytes.
-    """
-    self._free = max(time, self._free) + amount / self._capacity
-    return max(self._free, time + amount / self._limit)
-
-
 def ends_evenly(
   times: np.ndarray, amount: float, capacity: float, limit: float
 ) -> np.ndarray:
   """Returns when transfers of equal size arrive that share a link evenly.
 
+  They arrive in the order in which they begin.
+
   Args:
     times: float64 [n], ascending, the times at which the transfers begin.
     amount: The bytes of each transfer.
@@ -125,38 +98,22 @@ def ends_evenly(
   Returns:
     float64 [n], the times at which the transfers have arrived.
   """
-  link = FairShare(capacity, limit)
+  if not amount or capacity == math.inf:
+    return times + amount / limit
+  # As in `FairShare`. The transfers from `first` on are under way.
+  now, served, first = -math.inf, 0.0, 0
+  goals: list[float] = []
   ends = np.empty(len(times))
-
-  def finish_until(time: float) -> None:
-    while (end := link.next_end()) <= time and end < math.inf:
-      ends[link.pop()] = end
-
-  for number, time in enumerate(times.tolist()):
-    finish_until(time)
-    link.add(time, amount, number)
-  finish_until(math.inf)
+  for time in [*times.tolist(), math.inf]:
+    while first < len(goals):
+      rate = min(limit, capacity / (len(goals) - first))
+      end = now + (goals[first] - served) / rate
+      if end > time:
+        served += (time - now) * rate
+        break
+      now, served = end, goals[first]
+      ends[first] = end
+      first += 1
+    now = time
+    goals.append(served + amount)
   return ends
-
-
-def ends_in_order(
-  times: np.ndarray, amount: float, capacity: float, limit: float
-) -> np.ndarray:
-  """Returns when transfers of equal size arrive over a link without others.
-
-  It computes for all transfers at once what `InOrder.end` computes for one.
-
-  Args:
-    times: float64 [n], ascending, the times at which the transfers begin.
-    amount: The bytes of each transfer.
-    capacity: The bytes/s of the link.
-    limit: The bytes/s of the link of each sender.
-
-  Returns:
-    float64 [n], the times at which the transfers have arrived.
-  """
-  # Of max(time[k], free[k - 1]) + secs: Lindley's recurrence, unrolled.
-  secs = amount / capacity
-  order = np.arange(len(times)) * secs
-  free = np.maximum.accumulate(times - order) + order + secs
-  return np.maximum(free, times + amount / limit)

@@ -77,7 +77,7 @@ class Rounds:
     cluster = self._cluster
     if self._asks:
       times = times + 2 * cluster.latency
-    delivered = simulated_links.ends_in_order(
+    delivered = simulated_links.ends_evenly(
       times,
       cluster.handed_over_bytes,
       cluster.total_bandwidth,

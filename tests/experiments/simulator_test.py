@@ -102,8 +102,30 @@ class FormulaTest(parameterized.TestCase):
       num_ps=2,
       ps_bandwidth=10.0,
     )
-    result = simulator.simulate(cluster, Async(), 4000)
+    result = simulator.simulate(cluster, Async(), 8000)
     self.assertAlmostEqual(result.throughput, 2 * 10.0 / 4.0, delta=0.1)
+
+  @parameterized.parameters(
+    compute_times.Lognormal(0.2 * math.exp(-0.045), 0.3),
+    compute_times.Exponential(0.2),
+  )
+  def test_shared_links_are_a_network_of_queues(self, compute):
+    """Mean value analysis: replicas compute, then two links serve them evenly.
+
+    Its result does not depend on the distribution of the compute times (Baskett
+    et al. 1975).
+    """
+    read, sent = 0.16, 0.1
+    cluster = Cluster(
+      4, compute, read_bytes=read, gradient_bytes=sent, ps_bandwidth=1.0
+    )
+    result = simulator.simulate(cluster, Async(), 20_000)
+    waiting = np.zeros(2)
+    for replicas in range(1, 5):
+      secs = np.array([read, sent]) * (1 + waiting)
+      rate = replicas / (0.2 + secs.sum())
+      waiting = rate * secs
+    self.assertAlmostEqual(result.throughput / rate, 1.0, delta=0.02)
 
   def test_a_busy_ps_bounds_the_rate(self):
     cluster = Cluster(100, EXPONENTIAL, apply_secs=0.05)
@@ -374,20 +396,25 @@ class LinkTest(absltest.TestCase):
     link.add(0.0, 3.0, "both", users=2)
     self.assertEqual(link.next_end(), 3.0)
 
-  def test_in_order(self):
-    times = np.array([0.0, 0.5, 0.6, 5.0])
-    expected = [1.0, 2.0, 3.0, 6.0]
-    link = simulated_links.InOrder(capacity=2.0, limit=math.inf)
-    self.assertEqual([link.end(t, 2.0) for t in times], expected)
-    ends = simulated_links.ends_in_order(times, 2.0, 2.0, math.inf)
-    np.testing.assert_allclose(ends, expected)
-
   def test_evenly(self):
     times = np.array([0.0, 0.5, 5.0])
     ends = simulated_links.ends_evenly(times, 2.0, 2.0, math.inf)
     np.testing.assert_allclose(ends, [1.5, 2.0, 6.0])
     ends = simulated_links.ends_evenly(times, 2.0, math.inf, 1.0)
     np.testing.assert_allclose(ends, times + 2.0)
+
+  def test_both_forms_of_a_shared_link_agree(self):
+    times = np.sort(np.random.default_rng(0).uniform(0.0, 30.0, 50))
+    link = simulated_links.FairShare(capacity=3.0, limit=2.0)
+    expected = {}
+    for number, time in enumerate(times.tolist()):
+      while (end := link.next_end()) <= time:
+        expected[link.pop()] = end
+      link.add(time, 1.5, number)
+    while (end := link.next_end()) < math.inf:
+      expected[link.pop()] = end
+    ends = simulated_links.ends_evenly(times, 1.5, 3.0, 2.0)
+    np.testing.assert_allclose(ends, [expected[n] for n in range(50)])
 
 
 class DrawsTest(absltest.TestCase):
