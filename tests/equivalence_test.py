@@ -48,8 +48,8 @@ def _reference(optimizer_name, clip_norm):
   ("replication", "optimizer", "clip_norm"),
   [
     ("between_graph", "momentum", 0.5),
-    ("between_graph", "adam", None),
-    ("in_graph", "momentum", None),
+    pytest.param("between_graph", "adam", None, marks=pytest.mark.exhaustive),
+    pytest.param("in_graph", "momentum", None, marks=pytest.mark.exhaustive),
     ("in_graph", "adam", 0.5),
   ],
 )

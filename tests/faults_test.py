@@ -167,7 +167,9 @@ def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(
+  "is_gated", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
 def test_in_graph_worker_that_hangs_from_the_start_is_given_up(
   start_trial, is_gated
 ):
@@ -303,7 +305,12 @@ def _come_back(start_trial, scenario, job, replication):
 @pytest.mark.parametrize(
   ("job", "replication", "mean"),
   [
-    ("worker", "between_graph", (0.1 + 0.3) / 2),
+    pytest.param(
+      "worker",
+      "between_graph",
+      (0.1 + 0.3) / 2,
+      marks=pytest.mark.exhaustive,
+    ),
     ("chief", "between_graph", (0.1 + 0.3) / 2),
     ("chief", "in_graph", 0.1),
   ],
@@ -397,7 +404,10 @@ def _killed_while_updating(start_trial, replication, saves):
 
 @pytest.mark.parametrize(
   ("replication", "mean"),
-  [("between_graph", (0.1 + 0.3 + 0.5) / 3), ("in_graph", (0.1 + 0.3) / 2)],
+  [
+    ("between_graph", (0.1 + 0.3 + 0.5) / 3),
+    pytest.param("in_graph", (0.1 + 0.3) / 2, marks=pytest.mark.exhaustive),
+  ],
 )
 def test_half_an_update_is_taken_back(start_trial, replication, mean):
   """It was killed in the third; the checkpoint of the second is restored."""
@@ -419,7 +429,12 @@ def test_half_an_update_is_taken_back(start_trial, replication, mean):
   [
     # The update is half-way on PS task 1; PS task 0 has made its part.
     ("between_graph", 1, (0.1 + 0.3 + 0.5) / 3),
-    ("between_graph", 0, (0.1 + 0.3 + 0.5) / 3),
+    pytest.param(
+      "between_graph",
+      0,
+      (0.1 + 0.3 + 0.5) / 3,
+      marks=pytest.mark.exhaustive,
+    ),
     ("in_graph", 1, (0.1 + 0.3) / 2),
   ],
 )
@@ -501,7 +516,7 @@ def _lose_ps(start_trial, replication, index, **options):
     ("between_graph", 1, False),
     ("between_graph", 0, True),
     ("in_graph", 1, True),
-    ("in_graph", 0, False),
+    pytest.param("in_graph", 0, False, marks=pytest.mark.exhaustive),
   ],
 )
 def test_training_goes_on_after_the_loss_of_a_parameter_server(

@@ -375,7 +375,11 @@ def test_the_launcher_restarts_a_parameter_server(tmp_path):
 
 @pytest.mark.parametrize(
   ("replication", "without_worker"),
-  [("between_graph", False), ("between_graph", True), ("in_graph", False)],
+  [
+    pytest.param("between_graph", False, marks=pytest.mark.exhaustive),
+    ("between_graph", True),
+    pytest.param("in_graph", False, marks=pytest.mark.exhaustive),
+  ],
 )
 def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
   tmp_path, replication, without_worker
@@ -407,7 +411,10 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
 
 @pytest.mark.parametrize(
   ("replication", "clients"),
-  [("between_graph", ["worker 0", "worker 1"]), ("in_graph", ["chief 0"])],
+  [
+    ("between_graph", ["worker 0", "worker 1"]),
+    pytest.param("in_graph", ["chief 0"], marks=pytest.mark.exhaustive),
+  ],
 )
 def test_the_death_of_a_parameter_server_ends_the_training(
   tmp_path, replication, clients

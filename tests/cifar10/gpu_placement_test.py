@@ -105,7 +105,13 @@ def test_variables_on_a_gpu_need_one(tmp_path):
   binaries.refuse("cifar10.multi_gpu_train", words, *more)
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_a_gpu_check_needs_no_gpu(tmp_path, replication):
   more = "--check_gpu", f"--replication={replication}"
   output = binaries.succeed(MODULE, *_flags(tmp_path, *more))

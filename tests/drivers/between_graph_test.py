@@ -353,7 +353,9 @@ def test_a_rule_for_another_number_of_replicas_is_refused(
   assert last.endswith("Received: 2.")
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+  "at_once", [pytest.param(False, marks=pytest.mark.exhaustive), True]
+)
 def test_two_trainings_on_one_cluster(start_trial, at_once):
   """Each in the same processes, with its own rate and number of updates."""
   trainings = {"first": (2.0, 3), "second/b": (0.5, 5)}

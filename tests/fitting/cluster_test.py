@@ -89,7 +89,10 @@ _BOTH_DRIVERS = {
 
 @pytest.mark.parametrize(
   ("replication", "name"),
-  [("between_graph", "kinds_rmsprop"), ("in_graph", "kinds_adam")],
+  [
+    ("between_graph", "kinds_rmsprop"),
+    pytest.param("in_graph", "kinds_adam", marks=pytest.mark.exhaustive),
+  ],
 )
 def test_many_kinds_of_models_train_as_in_one_process(replication, name):
   """With weights and metrics by output, and with validation.
@@ -132,7 +135,13 @@ def test_every_model_trains_as_in_one_process(replication, name):
   _compare(_BOTH_DRIVERS[replication], replication, name)
 
 
-@pytest.mark.parametrize("replication", sorted(_BOTH_DRIVERS))
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_layers_and_masks_see_one_part_at_a_time(replication):
   """Against training by hand. What a dropout draws is known by its mean only.
 

@@ -3,6 +3,8 @@
 import json
 import pathlib
 
+import pytest
+
 from tests.support import trials
 
 _TASK = pathlib.Path(__file__).parents[1] / "tasks" / "data_end_task.py"
@@ -25,6 +27,7 @@ def test_the_training_stops_or_goes_on():
   assert output.count("worker 1: its data have ended") == 2
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_never_joins_has_no_data():
   result = trials.python(
     *("-m", "tf_replicas.launch", "--ps=1", "--workers=2", "--max_workers=3"),

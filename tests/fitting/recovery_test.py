@@ -34,7 +34,7 @@ def _train(directory, function, flags, **arguments) -> tuple[dict, str]:
   [
     pytest.param("fit", [], "between_graph", marks=pytest.mark.exhaustive),
     ("fit_table", [], "between_graph"),
-    ("run", ["--chief"], "in_graph"),
+    pytest.param("run", ["--chief"], "in_graph", marks=pytest.mark.exhaustive),
     pytest.param("fit", ["--chief"], "in_graph", marks=pytest.mark.exhaustive),
     pytest.param(
       "fit_table", ["--chief"], "in_graph", marks=pytest.mark.exhaustive

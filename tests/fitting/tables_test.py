@@ -159,15 +159,12 @@ def test_sgd(tmp_path, flags, replication):
   _assert_equal(ours, "SGD", 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   ("flags", "replication"),
   [
     (["--workers=2", "--ps=2"], "between_graph"),
-    pytest.param(
-      ["--workers=2", "--ps=2", "--chief"],
-      "in_graph",
-      marks=pytest.mark.exhaustive,
-    ),
+    (["--workers=2", "--ps=2", "--chief"], "in_graph"),
   ],
 )
 def test_averages_equal_those_of_keras(tmp_path, flags, replication):
