@@ -4,7 +4,9 @@ They are computed from one batch of training images and the present values of
 the variables: the images; for each layer of the tutorial's `inference`, a
 histogram of its activations and their *sparsity*, the share of zeros; a
 histogram of the gradient of each variable; and the losses, cross entropy and
-weight decay apart, each as it is (`raw`) and averaged over the summaries.
+weight decay apart, each as it is (`raw`) and averaged over the summaries. One
+batch stands for all towers: `cifar10_multi_gpu_train.py` wrote the summaries of
+its last tower only.
 """
 
 import itertools
