@@ -5,8 +5,8 @@
     result.step_secs.mean(), result.late.sum()
 
 The simulator handles clusters that are larger than any machine here: 10,000
-replicas make 1,000 synchronous steps in seconds. It simulates times and counts,
-not losses. A replica repeats these steps:
+replicas make 1,000 synchronous steps in seconds, if their links cost no time.
+It simulates times and counts, not losses. A replica repeats these steps:
 
 1. It asks for the parameters. Which global step they belong to is decided when
    the request arrives. All replicas that read at the same time share the

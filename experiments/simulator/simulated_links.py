@@ -100,20 +100,15 @@ def ends_evenly(
   """
   if not amount or capacity == math.inf:
     return times + amount / limit
-  # As in `FairShare`. The transfers from `first` on are under way.
-  now, served, first = -math.inf, 0.0, 0
-  goals: list[float] = []
+  link = FairShare(capacity, limit)
   ends = np.empty(len(times))
-  for time in [*times.tolist(), math.inf]:
-    while first < len(goals):
-      rate = min(limit, capacity / (len(goals) - first))
-      end = now + (goals[first] - served) / rate
-      if end > time:
-        served += (time - now) * rate
-        break
-      now, served = end, goals[first]
-      ends[first] = end
-      first += 1
-    now = time
-    goals.append(served + amount)
+
+  def finish_until(time: float) -> None:
+    while (end := link.next_end()) <= time and end < math.inf:
+      ends[link.pop()] = end
+
+  for number, time in enumerate(times.tolist()):
+    finish_until(time)
+    link.add(time, amount, number)
+  finish_until(math.inf)
   return ends
