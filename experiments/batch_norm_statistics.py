@@ -1,14 +1,14 @@
 """Compares N replicas of B examples with one of N * B, under batch norm.
 
   python -m experiments.batch_norm_statistics [--data_dir=DIR]
-    [--num_replicas=4] [--batch_size=16]
+    [--num_replicas=4] [--batch_size=16] [--output=FILE]
 
 Claim: gradients and moving statistics are the same up to rounding if the
 replicas synchronize the moments of batch normalization, and otherwise they
 differ, since each replica normalizes by the moments of its own examples. For
 one step, the program prints how far the gradients differ, and how far the
 changes of the moving statistics do; each difference is a share of the length of
-the vector for one replica.
+the vector for one replica. With `--output`, it stores them as JSON.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
+from benchmarks import stored
 from inception_mini import config as config_lib
 from inception_mini import workload
 from tf_replicas.programs import command_line
@@ -44,6 +45,7 @@ def define_flags() -> None:
   flags.DEFINE_float(
     "depth", 0.25, "By what all numbers of blocks are multiplied"
   )
+  flags.DEFINE_string("output", None, "The JSON file of the results")
 
 
 def measure(
@@ -121,11 +123,14 @@ def main(argv: Sequence[str]) -> None:
       f"{FLAGS.num_replicas} x {FLAGS.batch_size} against 1 x"
       f" {FLAGS.num_replicas * FLAGS.batch_size}:"
     )
+    distances = {}
     for kind, gradients, statistics in measure(config, FLAGS.num_replicas):
       print(
         f"{kind:12}  gradients {gradients:.1e}  statistics {statistics:.1e}",
         flush=True,
       )
+      distances[kind] = {"gradients": gradients, "statistics": statistics}
+    stored.write(FLAGS.output, {"distances": distances})
 
 
 if __name__ == "__main__":

@@ -67,18 +67,18 @@ class Row(NamedTuple):
 _ON_A_CLUSTER = [f"--cluster_spec={_SPEC}", "--max_steps=2000"]
 _EVERY_4_EPOCHS = "--checkpoint_every_steps=1563"
 _MINI = ["--recipe=mini", "--nodistort_color", "--batch_size=32"]
-# An update of eight replicas has eight times the images of one replica, so the
-# decays are the eighth powers of those of one replica.
 _EIGHT = [
   "--num_gpus=8",
   "--emulate_gpus",
   "--learning_rate=0.2",
   "--max_steps=1172",
   "--warmup_epochs=0.5",
-  "--moving_average_decay=0.992",
-  "--batch_norm_decay=0.92",
 ]
-_SEEDS = range(4)
+# An update of eight replicas has eight times the images of one replica, so the
+# decays are the eighth powers of those of one replica.
+_DECAYS = ["--moving_average_decay=0.992", "--batch_norm_decay=0.92"]
+# The seeds of the rows of one and of eight replicas.
+SEEDS = range(4)
 ROWS = {
   "between_graph": Row("cifar10.distributed_train", _ON_A_CLUSTER),
   "in_graph": Row(
@@ -107,14 +107,17 @@ ROWS = {
       "inception_mini.train",
       [*_MINI, "--learning_rate=0.05", "--max_steps=9375", f"--seed={seed}"],
     )
-    for seed in _SEEDS
+    for seed in SEEDS
   },
   **{
     f"inception_eight_seed_{seed}": Row(
-      "inception_mini.train", [*_MINI, *_EIGHT, f"--seed={seed}"]
+      "inception_mini.train", [*_MINI, *_EIGHT, *_DECAYS, f"--seed={seed}"]
     )
-    for seed in _SEEDS
+    for seed in SEEDS
   },
+  "inception_decays_of_one": Row(
+    "inception_mini.train", [*_MINI, *_EIGHT, "--seed=0"]
+  ),
 }
 
 
