@@ -5,19 +5,45 @@ import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence
 
-# Quantiles 0.975 of Student's t, by degrees of freedom.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
-_T |= {9: 2.26, 10: 2.23, 11: 2.20, 12: 2.18, 13: 2.16, 14: 2.14, 15: 2.13}
-_T |= {16: 2.12, 17: 2.11, 18: 2.10}
+# Quantiles 0.975 of Student's t. The first has one degree of freedom.
+_T = (
+  *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262),
+  *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101),
+)
+
+
+def student_t(freedom: float) -> float:
+  """Returns the quantile 0.975 of Student's t.
+
+  Args:
+    freedom: The degrees of freedom, at least 1. They are rounded down, and
+      those above 18 count as 18; both make an interval a little wider.
+  """
+  return _T[min(math.floor(freedom + 1e-9), len(_T)) - 1]
+
+
+def interval_of_mean(values: Sequence[float]) -> tuple[float, float, float]:
+  """Returns the mean, and the ends of its 95% interval by Student's t.
+
+  Args:
+    values: At least two independent values.
+  """
+  error = statistics.stdev(values) / math.sqrt(len(values))
+  half = student_t(len(values) - 1) * error
+  mean = statistics.mean(values)
+  return mean, mean - half, mean + half
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-  """Returns the geometric mean of ratios, and the ends of its 95% interval."""
-  logs = [math.log(ratio) for ratio in ratios]
-  error = statistics.stdev(logs) / math.sqrt(len(logs))
-  half = _T.get(len(logs) - 1, 2.1) * error
-  mean = statistics.mean(logs)
-  return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+  """Returns the geometric mean of ratios, and the ends of its 95% interval.
+
+  Args:
+    ratios: At least two independent ratios.
+  """
+  mean, low, high = map(
+    math.exp, interval_of_mean([math.log(ratio) for ratio in ratios])
+  )
+  return mean, low, high
 
 
 def of_means(
@@ -41,8 +67,7 @@ def of_means(
     freedom = total**2 / sum(
       error**2 / (len(xs) - 1) for error, xs in zip(errors, logs, strict=True)
     )
-    # Rounded down, which makes the interval a little wider.
-    half = _T[min(math.floor(freedom + 1e-9), max(_T))] * math.sqrt(total)
+    half = student_t(freedom) * math.sqrt(total)
   return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

@@ -36,6 +36,7 @@ from typing import TypeVar
 import numpy as np
 from absl import flags
 
+from benchmarks import ratios
 from experiments.support import claims
 from tf_replicas.programs import command_line
 from tf_replicas.runtime import processes
@@ -47,8 +48,6 @@ SYNC, BACKUP, ASYNC = "sync", "sync, 1 backup", "async"
 _MAIN = (SYNC, BACKUP, ASYNC)
 _KEYS = ("rule", "condition", "workers")
 SEEDS, SEEDS_SHORT = range(5), range(3)
-# Student's t for a 95% interval, by the number of values.
-_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 COLUMNS = (
   "workers",
   "rule",
@@ -367,17 +366,6 @@ def first_in_a_row(
 # What the numbers say.
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-  """Returns the mean, and a 95% confidence interval of it by Student's t.
-
-  Args:
-    values: At least two independent values.
-  """
-  mean = float(np.mean(values))
-  half = _T[len(values)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
-  return mean, mean - half, mean + half
-
-
 def seconds(cell: dict) -> list[float] | None:
   """Returns the times of all seeds; None if a seed missed the precision."""
   values = [run["seconds"] for run in cell["runs"]]
@@ -396,10 +384,7 @@ def ratio(cell: dict, base: dict) -> tuple[float, float, float] | None:
   ours, theirs = seconds(cell), seconds(base)
   if ours is None or theirs is None:
     return None
-  logs = np.log(np.asarray(ours) / np.asarray(theirs))
-  if not logs.any():
-    return 1.0, 1.0, 1.0
-  return tuple(float(v) for v in np.exp(interval(logs)))
+  return ratios.interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def find(cells: dict[tuple, dict]) -> list[claims.Finding]:
@@ -631,7 +616,7 @@ def texts(cell: dict, base: dict | None) -> list[str]:
     values = [run[name] for run in runs if name in run]
     return float(np.mean(values)) if values else 0.0
 
-  middle, low, _ = interval(seconds(cell))
+  middle, low, _ = ratios.interval_of_mean(seconds(cell))
   against = ""
   if base and (found := ratio(cell, base)):
     against = "{:.2f} [{:.2f}, {:.2f}]".format(*found)

@@ -29,8 +29,8 @@ class RatiosTest(absltest.TestCase):
     """With equal variances of n numbers each, there are 2 n - 2 degrees."""
     values = [math.exp(x) for x in (0.1, 0.2, 0.3, 0.4)]
     others = [math.exp(x) for x in (0.0, 0.1, 0.2, 0.3)]
-    # The variance is 1/60; the quantile with 6 degrees of freedom is 2.45.
-    half = 2.45 * math.sqrt(2 / 60 / 4)
+    # The variance is 1/60; the quantile with 6 degrees of freedom is 2.447.
+    half = 2.447 * math.sqrt(2 / 60 / 4)
     np.testing.assert_allclose(
       ratios.of_means(values, others),
       np.exp([0.1, 0.1 - half, 0.1 + half]),
