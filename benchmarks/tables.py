@@ -615,7 +615,8 @@ def _one_machine() -> Iterable[list[object]]:
     "Examples/sec of one device, divided by those of `keras.Model.fit`",
     "the same",
     count,
-    f"{found.of('one device', 'fit')} against Keras without XLA;"
+    f"{found.of('one device', 'fit')} against Keras without XLA, which may be"
+    " due to its LRN, TensorFlow's;"
     f" {found.of('one device', 'fit auto')} against its default,"
     ' `jit_compile="auto"`',
   ]
@@ -845,7 +846,8 @@ def readme() -> list[str]:
     ),
     (
       "One device, ours without XLA: examples/sec against `keras.Model.fit`",
-      f"{one.median('one device', 'fit'):.2f} if Keras has no XLA either;"
+      f"{one.median('one device', 'fit'):.2f} if Keras has no XLA either (its"
+      " local response normalization is slower);"
       f" {one.median('one device', 'fit auto'):.2f} with XLA, Keras' default",
       "one_machine",
     ),

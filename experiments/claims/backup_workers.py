@@ -257,8 +257,8 @@ CLAIM = claims.Claim(
   name="backup_workers",
   title="Backup workers on real processes",
   claim=(
-    "a few backup workers make synchronous steps shorter, by more than their"
-    " share of the machines"
+    f"with {NEEDED} contributions per step, a few backup workers make"
+    " synchronous steps shorter, by more than their share of the machines"
   ),
   source="Chen et al. 2016, sections 2.2 and 4",
   explanation=(

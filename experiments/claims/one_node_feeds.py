@@ -164,7 +164,9 @@ CLAIM = claims.Claim(
     " the cores of one machine. They use its loopback device (solid lines), or"
     " each has a link of 1 Gbit/s (dashed lines). The speed with the largest"
     " number of workers is judged. It depends on how much is computed per byte:"
-    " here, the gradient of one convolution."
+    " here, the gradient of one convolution. The client makes the batches as"
+    " well as sending them. On the loopback device, this may be the whole"
+    " difference; on the links, sending takes most of a step."
   ),
   measure=measure,
   find=find,

@@ -319,9 +319,9 @@ CLAIM = claims.Claim(
   title="Thirty learners: the rate must fall with the staleness",
   claim=(
     "With 30 learners and an update for each 30 / n gradients, training at a"
-    " fixed rate fails for n = 15 and 30. If the rate is divided by the"
-    " staleness, training gets about as far as synchronous training for every"
-    " n."
+    " fixed rate fails for n = 15 and 30, but not for n = 1. If the rate is"
+    " divided by the staleness, training gets about as far as synchronous"
+    " training for every n."
   ),
   source="Zhang et al. 2015, Staleness-aware async-SGD, CIFAR-10",
   explanation=(
@@ -338,9 +338,11 @@ CLAIM = claims.Claim(
     " standard deviation of 10%. That gradients are about n updates old, and"
     " hardly ever more than 2 n, follows from that, so these numbers are not"
     " judged. Reads, staleness, rates and updates are those of the library's"
-    " rule. At the chosen rate, 1-softsync learns in this short time. At three"
-    " times this rate, synchronous training was as good, but even 1-softsync"
-    " failed. 30 synchronous replicas with 4 pictures each are computed as one"
+    " rule. For n = 1, both rates are nearly the same rule: they differ only"
+    " for gradients that are two updates old, which are few. So if their"
+    " precisions differ much, chance is large. At the chosen rate, 1-softsync"
+    " learns in this short time. At three times this rate, synchronous training"
+    " was as good, but even 1-softsync failed. 30 synchronous replicas with 4 pictures each are computed as one"
     " replica with 120 pictures."
   ),
   measure=measure,
