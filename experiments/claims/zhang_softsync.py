@@ -342,8 +342,8 @@ CLAIM = claims.Claim(
     " for gradients that are two updates old, which are few. So if their"
     " precisions differ much, chance is large. At the chosen rate, 1-softsync"
     " learns in this short time. At three times this rate, synchronous training"
-    " was as good, but even 1-softsync failed. 30 synchronous replicas with 4 pictures each are computed as one"
-    " replica with 120 pictures."
+    " was as good, but even 1-softsync failed. 30 synchronous replicas with 4"
+    " pictures each are computed as one replica with 120 pictures."
   ),
   measure=measure,
   find=find,
