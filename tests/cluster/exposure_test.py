@@ -105,6 +105,19 @@ def test_the_variable_is_for_programs_too(tmp_path):
     assert spec.allow_public_addresses == bool(environ)
 
 
+def test_flags_alone_need_no_environment(tmp_path):
+  """Such as that of a Slurm job whose tasks are laid out in another way."""
+  path = tmp_path / "spec.json"
+  path.write_text(
+    json.dumps({"ps": ["localhost:1"], "worker": ["localhost:2"]})
+  )
+  environ = {"TF_CONFIG": "broken"}
+  with pytest.raises(cluster.ClusterError, match="TF_CONFIG"):
+    run_options.choose_task(str(path), None, None, environ)
+  spec, task = run_options.choose_task(str(path), "worker", 0, environ)
+  assert task == spec.chief
+
+
 @pytest.mark.parametrize("value", ["true", 1, None])
 def test_the_key_is_true_or_false(value):
   with pytest.raises(cluster.ClusterError, match="must be true or false"):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tests.support import trials
 from tf_replicas import cluster
 from tf_replicas.cluster import addresses
+from tf_replicas.drivers import between_graph
 from tf_replicas.drivers import versions
 
 # The learning rate of `cluster_task.constant_gradients`.
@@ -30,6 +31,18 @@ def _assert_equal(actual, expected):
   for name, value in expected.items():
     np.testing.assert_allclose(
       actual[name], value, rtol=1e-6, atol=1e-6, err_msg=name
+    )
+
+
+def test_refuses_a_cluster_without_the_other_workers():
+  """Each of them would count as the only replica, and so as replica 0."""
+  document = {"ps": ["localhost:1"], "worker": {"1": "localhost:2"}}
+  with pytest.raises(cluster.ClusterError, match=r"must list all.*\[1\]"):
+    between_graph.BetweenGraph(
+      cluster.parse({"cluster": document}),
+      cluster.Task("worker", 1),
+      lambda: None,
+      lambda _: None,
     )
 
 

@@ -99,6 +99,50 @@ class PartsTest(stores.TestCase):
     for one, other in zip(whole[4:], rest, strict=True):
       np.testing.assert_array_equal(one[0][0], other[0][0])
 
+  @parameterized.product(
+    kind=["arrays", "data set"],
+    counts=[(1, 2), (1, 3), (2, 3)],
+    first=[1, 2, 4],
+  )
+  def test_a_replica_that_starts_later_keeps_its_parts(
+    self, kind, counts, first
+  ):
+    """Part p is that of replica p modulo the number of replicas."""
+    contributions, replicas = counts
+    made = self._made(kind, contributions)
+    stream = [_examples(p) for p in _parts(made, 1, 0, count=40)]
+    for replica in range(replicas):
+      found = _parts(made, replicas, replica, first, count=4)
+      begin = first * contributions
+      numbers = [p for p in range(begin, 40) if p % replicas == replica]
+      self.assertEqual(
+        [_examples(p) for p in found], [stream[p] for p in numbers[:4]]
+      )
+
+  @parameterized.product(counts=[(1, 2), (2, 3), (3, 3)], first=[1, 2, 4])
+  def test_the_same_with_a_function(self, counts, first):
+    contributions, replicas = counts
+
+    def x(context):
+      return (
+        tf.data.Dataset.range(99)
+        .batch(1)
+        .shard(context.num_input_pipelines, context.input_pipeline_id)
+      )
+
+    made = data.make(x, steps_per_epoch=9, num_contributions=contributions)
+    for replica in range(replicas):
+      found = _parts(made, replicas, replica, first, count=4)
+      begin = first * contributions
+      numbers = [p for p in range(begin, 40) if p % replicas == replica]
+      self.assertEqual([int(part[0][0][0]) for part in found], numbers[:4])
+
+  def test_an_iterator_is_read_once(self):
+    made = data.make(iter([(_NUMBERS,)] * 8), steps_per_epoch=4)
+    self.assertLen(_parts(made, 1, 0, count=2), 2)
+    with self.assertRaisesRegex(ValueError, "must be readable again"):
+      made.part_fn(1, 0, 2, 1)
+
   @parameterized.parameters("arrays", "data set")
   def test_a_batch_of_two_updates_comes_twice(self, kind):
     made = self._made(kind, 2)

@@ -67,6 +67,7 @@ def test_two_join_and_one_is_killed(tmp_path):
   (line,) = [s for s in output.splitlines() if " RESULT {" in s]
   result = json.loads(line.split(" RESULT ", 1)[1])
   uses = result["uses"]
+  assert result["second"] == 20  # Updates of the second training.
   assert all(result["applied"].values()), result["applied"]
   # Each update used one batch.
   assert sum(result["applied"].values()) * _BATCH == sum(uses)

@@ -791,6 +791,23 @@ class CallbacksTest(_Directories):
     self.assertLen(kernels[0], 12)
     np.testing.assert_allclose(*kernels, atol=1e-5)
 
+  def test_a_callback_of_keras_with_an_own_hook_sees_each_batch(self):
+    """Keras' own hook would do nothing, as it writes after an epoch."""
+    directory = self.enter_context(tempfile.TemporaryDirectory())
+    kernels = []
+
+    class Noting(keras.callbacks.ModelCheckpoint):
+      def on_train_batch_end(self, batch, logs=None):
+        kernels[-1].append(np.asarray(self.model.trainable_variables[0]))
+
+    def new():
+      kernels.append([])
+      return [Noting(directory + "/{epoch}.keras")]
+
+    self._both(new, epochs=2)
+    self.assertLen(kernels[0], 12)
+    np.testing.assert_allclose(*kernels, atol=1e-5)
+
   @parameterized.parameters(False, True)
   def test_averaged_weights_validate_and_change_nothing(self, swap_on_epoch):
     x, y = models.CASES["averaged"].arguments.values()

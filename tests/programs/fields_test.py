@@ -68,6 +68,7 @@ def test_help_is_the_fields(parse):
   [
     ("count", 0, r"in \[1, 9\)"),
     ("count", 9, r"in \[1, 9\)"),
+    ("count", 2.5, "an integer"),
     ("rate", 0.0, r"in \(0, 1\]"),
     ("rate", float("nan"), r"in \(0, 1\]"),
     ("hidden", float("inf"), r"in \[0, inf\)"),

@@ -142,6 +142,28 @@ def test_a_killed_worker_gets_the_function_again(tmp_path):
     assert training.result(timeout_secs=trials.DEADLINE_SECS) == "twice"
 
 
+def _leave_a_child(path: str) -> str:
+  child = os.fork()
+  if not child:
+    time.sleep(3600)
+    os._exit(0)
+  pathlib.Path(path).with_suffix(f".{child}").touch()
+  return "done"
+
+
+def test_a_child_of_a_task_holds_up_nothing(tmp_path):
+  """It inherits the pipe to the parent process."""
+  arguments = (str(tmp_path / "child"),)
+  with tf_replicas.LocalTraining(
+    _leave_a_child, args=arguments, workers=1
+  ) as training:
+    assert training.result(timeout_secs=trials.DEADLINE_SECS) == "done"
+  children = [int(p.suffix[1:]) for p in tmp_path.iterdir()]
+  assert children
+  for child in children:
+    os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_an_interrupted_process(tmp_path, sig):
   """Its functions are in its main module, as those of a notebook."""

@@ -227,6 +227,20 @@ class TrainingTest(parameterized.TestCase):
       model.get_layer("words").embeddings.numpy(), expected
     )
 
+  def test_a_table_of_another_name_is_not_ignored(self):
+    """As Keras names a layer if another model was made before."""
+    directory, _ = self._saved()
+    model = _model(name="words_1")
+    before = model.get_layer("words_1").get_weights()[0]
+    with self.assertRaisesRegex(
+      checkpoints.CheckpointError,
+      "under their names.* words/embeddings, .*words_1/embeddings",
+    ):
+      embeddings.load_tables(model, directory)
+    np.testing.assert_array_equal(
+      model.get_layer("words_1").get_weights()[0], before
+    )
+
   def test_a_checkpoint_needs_the_table(self):
     directory, _ = self._saved()
     for path in tf.io.gfile.glob(f"{directory}/*.tables.index"):

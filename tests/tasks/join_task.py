@@ -1,5 +1,7 @@
 """Counts how often `fit` uses each example: python join_task.py DIRECTORY
 
+Then it trains a second model.
+
 Each use of an example adds 1 to a weight of its own. Every task says in
 DIRECTORY when gradients of its replica were applied, and stops after 100
 batches until there is a file `go on`. The chief prints one line of JSON.
@@ -55,6 +57,12 @@ def model_fn() -> keras.Model:
   return model
 
 
+def _second_model() -> keras.Model:
+  model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  return model
+
+
 def _negative(labels: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
   del labels
   return -values
@@ -73,8 +81,21 @@ def main() -> None:
     verbose=0,
   )
   (weights,) = history.model.get_weights()
+  second = tf_replicas.fit(
+    _second_model,
+    np.ones([40, 1], np.float32),
+    np.zeros(40, np.float32),
+    batch_size=BATCH_SIZE,
+    epochs=2,
+    rule=tf_replicas.Async(),
+    verbose=0,
+  )
   applied = {name: c.applied for name, c in history.contributions.items()}
-  result = {"uses": np.rint(weights).astype(int).tolist(), "applied": applied}
+  result = {
+    "uses": np.rint(weights).astype(int).tolist(),
+    "applied": applied,
+    "second": sum(c.applied for c in second.contributions.values()),
+  }
   print("RESULT", json.dumps(result), flush=True)
 
 

@@ -266,21 +266,26 @@ class ClusterSpec:
       raise _mistake(self, rule, max_workers)
     return dataclasses.replace(self, max_workers=max_workers)
 
-  def with_joined(self, task: Task) -> "ClusterSpec":
+  def with_joined(
+    self, task: Task, address: str | None = None
+  ) -> "ClusterSpec":
     """Returns a copy of the spec that also lists `task`, if `task` is joining.
 
     `task` is the task of this process. If it is one of `joining`, the copy
-    lists it with a free port of this machine and with the host name by which
-    parameter servers can reach it. Otherwise this spec itself is returned.
+    lists it. Otherwise this spec itself is returned.
 
     Args:
       task: The task of this process.
+      address: The address of the task. None: a free port of this machine, with
+        the host name by which parameter servers can reach it.
     """
     if task not in self.joining:
       return self
-    host = addresses.host_toward(self.addresses("ps")[0])
-    (port,) = addresses.free_ports(1, taken=set())
-    workers = {**self.jobs.get("worker", {}), task.index: f"{host}:{port}"}
+    if address is None:
+      host = addresses.host_toward(self.addresses("ps")[0])
+      (port,) = addresses.free_ports(1, taken=set())
+      address = f"{host}:{port}"
+    workers = {**self.jobs.get("worker", {}), task.index: address}
     jobs = {**self.jobs, "worker": dict(sorted(workers.items()))}
     return dataclasses.replace(self, jobs=jobs)
 

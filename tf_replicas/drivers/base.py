@@ -553,7 +553,7 @@ class ParameterServerDriver(Driver):
     self._spec = spec
     self._rule_fn = rule_fn
     self._recoveries: list[Recovery] = []
-    # What was lost, when, if training has not resumed since.
+    # The lost tasks and the time, until training has resumed; then None.
     self._loss: tuple[Sequence[str], float] | None = None
     self._is_rolled_back = False
     self._last_step = 0

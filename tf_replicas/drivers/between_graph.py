@@ -119,6 +119,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       raise cluster.ClusterError(
         f"{spec.where}`task` must be a worker or the chief. Received: {task}."
       )
+    numbers = [t.index for t in spec.replicas if t.job == "worker"]
+    if numbers != [*range(len(numbers))]:
+      raise cluster.ClusterError(
+        f"{spec.where}`worker` must list all workers for between-graph"
+        " replication, as the number of replicas follows from it. Received:"
+        f" workers {numbers}."
+      )
     self.is_chief = task == spec.chief
     self._index = spec.replicas.index(task)
     self._has_given_up = False

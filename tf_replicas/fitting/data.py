@@ -395,6 +395,9 @@ def _from_dataset(
       parts = batches.skip(first).flat_map(
         lambda *data: pieces.map(lambda piece: part(data, piece))
       )
+      # The first of these parts has the number `first` * `num_contributions`.
+      num_shards = tf.cast(num_shards, tf.int64)
+      index = (index - first * num_contributions) % num_shards
       parts = parts.shard(num_shards, index)
     return parts.prefetch(tf.data.AUTOTUNE)
 
@@ -531,7 +534,10 @@ def _from_function(
         f" {type(dataset).__name__}."
       )
     _check_specs(_as_tuple(dataset.element_spec), class_weight)
-    first = tf.cast(first_update, tf.int64) * num_contributions // num_shards
+    first = tf.cast(first_update, tf.int64) * num_contributions
+    index, num_shards = tf.cast(index, tf.int64), tf.cast(num_shards, tf.int64)
+    # Its elements are the parts `index`, `index` + `num_shards` and so on.
+    first = (first - index + num_shards - 1) // num_shards
     dataset = _repeated(dataset.repeat(), updates_per_batch).skip(first)
     return dataset.map(lambda *data: (_weighted(data, class_weight),))
 

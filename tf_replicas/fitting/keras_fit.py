@@ -370,7 +370,7 @@ def _connectable(
   data_module.check_can_connect(x, "x")
   if part.is_first:
     data_module.check_can_connect(validation_data, "validation_data")
-  # In every task the same: a copy may shuffle otherwise.
+  # All tasks must decide alike, as a copy may shuffle in another order.
   is_sent = not part.is_first or not part.runs_own_script
   if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
     return data_module.sendable(x)
@@ -865,7 +865,8 @@ class _Loop(keras.callbacks.Callback):
     self._restore()
     # Keras traces these again. They do not find the rows of tables any more.
     self._trained.test_function = self._trained.predict_function = None
-    if self._rates and self._per_batch == 1:  # Otherwise they are the first.
+    # With several optimizers, callbacks cannot have changed the rates.
+    if self._rates and self._per_batch == 1:
       self._driver.set_learning_rate(self._rates[0])
     self._logs = {}
     begin = self._epoch_end - self._updates_per_epoch
@@ -1083,14 +1084,19 @@ def _sees_batches(callback: keras.callbacks.Callback) -> bool:
 
   If no callback does, one call of the training function makes several batches.
   """
-  if isinstance(
-    callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
-  ):
-    return callback.save_freq != "epoch"
-  if isinstance(callback, keras.callbacks.TensorBoard):
-    return callback.update_freq != "epoch"
   hooks = ("on_train_batch_begin", "on_train_batch_end")
   hooks += ("on_batch_begin", "on_batch_end")
+  for kind, frequency in (
+    (keras.callbacks.ModelCheckpoint, "save_freq"),
+    (keras.callbacks.BackupAndRestore, "save_freq"),
+    (keras.callbacks.TensorBoard, "update_freq"),
+  ):
+    if isinstance(callback, kind):
+      # Keras' own hooks then do nothing; a subclass may have others.
+      return getattr(callback, frequency) != "epoch" or any(
+        getattr(type(callback), hook) is not getattr(kind, hook)
+        for hook in hooks
+      )
   return not all(
     keras_internals.is_default(getattr(callback, hook)) for hook in hooks
   )

@@ -43,6 +43,7 @@ class PythonBatches:
         of their arrays differ.
     """
     self._x = x
+    self._was_read = False
     self.length: int | None = None
     if isinstance(x, keras.utils.PyDataset):
       self.length = x.num_batches
@@ -67,14 +68,25 @@ class PythonBatches:
       num_needed: The number of batches that an iterator must yield. If it
         yields fewer, the data set raises an error after the last one. Not used
         for a `PyDataset`.
+
+    Raises:
+      ValueError: If an iterator was read before, by an earlier data set.
     """
     if isinstance(self._x, keras.utils.PyDataset):
       return self._passes(self._x)
+    if self._was_read:
+      raise ValueError(
+        "`x` must be readable again when training resumes after the loss of a"
+        " task: pass a `tf.data.Dataset`, a `keras.utils.PyDataset` or a"
+        " function, or start all tasks again. Received: an iterator, which"
+        " yields each batch once."
+      )
     return tf.data.Dataset.from_generator(
       lambda: self._iterate(num_needed), output_signature=self.spec
     )
 
   def _iterate(self, num_needed: int) -> Iterator[tuple]:
+    self._was_read = True
     count, last = 0, ()
     for batch in self._x:
       last = self._checked(batch)

@@ -467,7 +467,11 @@ def _role(
       " none of them."
     )
   _, task = role
-  return environment.settle(spec, os.environ).with_joined(task), task
+  # A worker that has joined keeps its address in later trainings.
+  address = None
+  if _series is not None and _series.task == task:
+    address = _series.spec.address(task)
+  return environment.settle(spec, os.environ).with_joined(task, address), task
 
 
 def _check_role(

@@ -91,6 +91,7 @@ def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
     ValueError: If a setting has an invalid value. The exception is of the type
       `error`.
   """
+  types_by_name = typing.get_type_hints(type(instance))
   for field in _settings(type(instance)):
     value = getattr(instance, field.name)
     name = flag_name(field)
@@ -102,6 +103,9 @@ def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
         float(value), within
       )
       require(name, value, holds, f"in {within}", error)
+      if _flag_type(types_by_name[field.name]) is int:
+        holds = isinstance(value, numbers.Integral)
+        require(name, value, holds, "an integer", error)
     elif choices:
       rule = f"one of {', '.join(choices)}"
       require(name, value, value in choices, rule, error)

@@ -34,6 +34,8 @@ from tf_replicas.runtime import noise
 # for them to end once the chief's function has returned.
 _LAST_SECS = 15.0
 _POLL_SECS = 0.05
+# Enough to read what a task has sent before its end.
+_READ_SECS = 5.0
 # The lines of a task's output that its error shows.
 _LINES = 20
 
@@ -107,7 +109,8 @@ class LocalTraining:
         one.
       cluster: A cluster spec, or the path of its file. It replaces `ps`,
         `workers` and `chief`.
-      max_restarts: How often a worker is restarted that a signal has killed.
+      max_restarts: The largest number of restarts, of all tasks together, of
+        workers and parameter servers that a signal has killed.
       log: Called with each line that a task prints, which then begins with the
         name of the task. It is called in other threads.
 
@@ -249,8 +252,10 @@ class LocalTraining:
       with self._fork_server, self._tasks:
         self._tasks.start()
         failure = self._await_end()
+      # A process that a task has forked may keep its pipe open.
+      deadline = time.monotonic() + _READ_SECS
       for listener in self._listeners:
-        listener.join()
+        listener.join(max(0.0, deadline - time.monotonic()))
       if self._returned is not None:
         self._error = None
       elif self._error is None:

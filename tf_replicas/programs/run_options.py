@@ -479,7 +479,9 @@ def choose_task(
   Raises:
     cluster.ClusterError: If flags or environment variables are invalid.
   """
-  found = environment.role(environ)
+  found = None
+  if cluster_spec is None or job_name is None:
+    found = environment.role(environ)
   if cluster_spec is not None:
     spec = environment.settle(cluster.load(cluster_spec), environ)
   elif found is not None:

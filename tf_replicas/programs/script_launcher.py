@@ -26,7 +26,11 @@ def _parser() -> argparse.ArgumentParser:
   for name, default, text in (
     ("ps", 1, "parameter servers"),
     ("workers", 2, "workers"),
-    ("max_restarts", 3, "how often a worker that was killed is started again"),
+    (
+      "max_restarts",
+      3,
+      "how often killed tasks are started again, all tasks together",
+    ),
   ):
     parser.add_argument(f"--{name}", type=int, default=default, help=text)
   parser.add_argument(

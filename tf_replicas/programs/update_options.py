@@ -24,8 +24,8 @@ if TYPE_CHECKING:
   from tf_replicas.rules import base as rule_base
   from tf_replicas.rules.asynchronous import staleness
 
-# Called with the inner Keras optimizer and keywords of `rules.base.UpdateRule`,
-# such as `variable_averages` and `loss_scale`.
+# Called with the inner Keras optimizer and keywords of
+# `rules.base.OptimizerRule`, such as `variable_averages` and `loss_scale`.
 RuleFn = Callable[..., "rule_base.UpdateRule"]
 
 # Groups of flags: of every training, of one with several replicas.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -492,6 +493,7 @@ def load_tables(
   function, the layers have all rows and work as `keras.layers.Embedding` does,
   so that the model can be evaluated or exported. The rows must fit into the
   memory. Layers that `fit` has turned into `Embedding`s are Keras' own again.
+  Other weights of the model do not change.
 
   A callback of `fit` may call this function. The model then has the rows until
   the callbacks of the epoch have been called, or until the next update. What
@@ -507,7 +509,8 @@ def load_tables(
       must be True, since the other weights are then averages too.
 
   Raises:
-    CheckpointError: If there is no checkpoint, or a table is not in it.
+    CheckpointError: If there is no checkpoint, or a table is not in it; or if
+      its tables have other names than those of the model.
     RuntimeError: If `train_dir` is None and the parameter servers have ended.
     ValueError: If `averaged` is False, and `fit` has put averages into the
       other weights of the model.
@@ -527,6 +530,7 @@ def load_tables(
         f"`train_dir` must hold a checkpoint. Received: {train_dir}."
       )
   saved = {} if checkpoint is None else checkpoints.saved_rows(checkpoint)
+  _check_names(model, saved, checkpoint)
   for variable in model.variables:
     rows = tables.rows_of(variable)
     if rows is None and _PREFIX + variable.path not in saved:
@@ -542,6 +546,45 @@ def load_tables(
       _restore(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.
   model.test_function = model.predict_function = None
+
+
+def _check_names(
+  model: keras.Model,
+  saved: Mapping[str, row_files.Entry],
+  checkpoint: str | None,
+) -> None:
+  """Checks that a model has the tables of a checkpoint under the same names.
+
+  Args:
+    model: The model.
+    saved: The shapes and dtypes of the tables in the checkpoint, by name.
+    checkpoint: The path of the checkpoint, for the error message.
+
+  Raises:
+    CheckpointError: If no weight of the model, or not each `Embedding`, has the
+      name of a table in the checkpoint, which has tables.
+  """
+  names = {n.removeprefix(_PREFIX) for n in saved if n.startswith(_PREFIX)}
+  if not names:
+    return
+  paths = [
+    variable.path if rows is None else rows.path
+    for variable in model.variables
+    for rows in [tables.rows_of(variable)]
+  ]
+  needed = [
+    layer.embeddings.path
+    for layer in keras_internals.layers_of(model)
+    if isinstance(layer, Embedding) and tables.rows_of(layer.embeddings) is None
+  ]
+  missing = sorted(set(needed) - names)
+  if missing or names.isdisjoint(paths):
+    raise checkpoints.CheckpointError(
+      f"the checkpoint {checkpoint} must have the tables of the model under"
+      " their names, the paths of the layers' weights. Received:"
+      f" {', '.join(sorted(names))}, and a model with"
+      f" {', '.join(missing or paths)}."
+    )
 
 
 def unloader(model: keras.Model) -> Callable[[], None]:

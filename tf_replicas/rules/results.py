@@ -84,7 +84,8 @@ class StepStatus(NamedTuple):
 
   Attributes:
     received: The number of contributions that have arrived for the update.
-    needed: The number of contributions that the update needs.
+    needed: N, the number of contributions in a full update. With
+      `min_contributions`, an update may need fewer.
     replicas: The state of each replica, by replica index.
   """
 

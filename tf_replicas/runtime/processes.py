@@ -30,7 +30,7 @@ _GRAPH_DETAILS = (
 )
 
 
-# Longer alarms do not fit into an int of C: some 30 years.
+# The longest alarm, about 31 years: `signal.alarm` takes an int of C.
 _MAX_ALARM_SECS = 1e9
 
 

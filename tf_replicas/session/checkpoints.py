@@ -416,9 +416,9 @@ def _remove_tables_without_checkpoint(train_dir: str) -> None:
   """Removes the table files of checkpoints that do not exist any more, or yet.
 
   Table files are the separate files of a checkpoint with the tensors that are
-  written in blocks of rows. TensorFlow's checkpoint manager removes old
-  checkpoints, but not these files. A process that was killed may have left
-  those of a checkpoint that it had not written completely.
+  written in blocks of rows. `_keep_newest` removes the other files of old
+  checkpoints, but not these. A process that was killed may also have left table
+  files of a checkpoint that it had not written completely.
 
   Args:
     train_dir: The directory of the checkpoints.

@@ -122,9 +122,9 @@ class Reporter:
   """Reports step, loss and speed of a run, on a console and in summaries.
 
   "Every N steps" means: whenever a multiple of N is reached or passed, and at
-  the last step. Rates are means over the time since the previous log line or
-  summary. A *batch* in the log line means all examples of one step. The time
-  left is that of the remaining steps at the speed that the log line shows.
+  the step `max_steps`. Rates are means over the time since the previous log
+  line or summary. A *batch* in the log line means all examples of one step. The
+  time left is that of the remaining steps at the speed that the log line shows.
   """
 
   def __init__(

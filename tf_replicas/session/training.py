@@ -79,8 +79,9 @@ class Session:
   step by more than one.
 
   If `train_dir` holds a checkpoint, the run resumes from it. The session
-  deletes nothing in this directory but checkpoints beyond `keep_checkpoints`,
-  and the record that an earlier run has finished.
+  deletes only these in the directory: checkpoints beyond `keep_checkpoints`,
+  unfinished files of an interrupted save, and the record that an earlier run
+  has finished.
   """
 
   def __init__(
