@@ -47,7 +47,7 @@ from tf_replicas.runtime import fork_server
 from tf_replicas.session import evaluation
 
 FLAGS = flags.FLAGS
-FLAGS.set_default("rounds", 10)
+flags.DEFINE_integer("rounds", 10, "Runs of each kind, in all", lower_bound=1)
 _RULES = ("backup", "async", "bounded_staleness", "periodic")
 flags.DEFINE_list(
   "kinds",

@@ -64,13 +64,7 @@ from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output", None, "The directory of the results")
-flags.DEFINE_enum(
-  "cells", "pairs", ["pairs", "all", "network"], "The cells to run"
-)
-flags.DEFINE_list("only", [], "Cells to run instead, by name")
-flags.DEFINE_integer("rounds", 1, "Runs of each cell, in all", lower_bound=1)
 flags.DEFINE_integer("seed", 1, "Decides the exact moments of the faults")
-flags.DEFINE_bool("keep_going", True, "Go on after a run that failed")
 
 # Of the trainings, not of the faults.
 TRAINING_SEED = 1
@@ -571,7 +565,12 @@ def run(
   if cell in network_cells():
     network = stack.enter_context(_network_of_tasks())
   training = Training(cell, directory, server, network)
-  result: dict[str, Any] = {"survived": True, "reason": "", "leave_secs": 0.0}
+  result: dict[str, Any] = {
+    "survived": True,
+    "reason": "",
+    "leave_secs": 0.0,
+    "missed": False,
+  }
   at = {"step": 0, "wall": time.time()}
 
   def fault(training: Training) -> None:
@@ -811,5 +810,11 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  flags.DEFINE_enum(
+    "cells", "pairs", ["pairs", "all", "network"], "The cells to run"
+  )
+  flags.DEFINE_list("only", [], "Cells to run instead, by name")
+  flags.DEFINE_integer("rounds", 1, "Runs of each cell, in all", lower_bound=1)
+  flags.DEFINE_bool("keep_going", True, "Go on after a run that failed")
   flags.mark_flag_as_required("output")
   app.run(main)

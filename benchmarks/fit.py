@@ -11,11 +11,13 @@ second of its turns, without the first. Prints the geometric mean of the ratios,
 and its 95% interval. The raw numbers go to `FILE`.
 """
 
+import contextlib
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import threading
 from multiprocessing import connection
 
 from absl import app
@@ -57,6 +59,13 @@ def take_turns(count: int) -> dict[str, list[float]]:
       env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
       stdout=subprocess.DEVNULL,
     )
+
+    def wake():
+      process.wait()
+      with contextlib.suppress(OSError):  # If the chief did connect.
+        connection.Client(listener.address).close()
+
+    threading.Thread(target=wake, daemon=True).start()
     try:
       with listener.accept() as chief:
         turns = [chief.recv() for _ in range(count)]

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ class LiveCluster:
       environ: More environment variables of the processes.
     """
     self._ends_by_itself = ends_by_itself
+    self._errors = tempfile.TemporaryFile("w+")  # Of the chief.
+    outputs = [subprocess.DEVNULL] * (len(commands) - 1) + [self._errors]
     self._processes = [
       subprocess.Popen(
         command,
@@ -60,13 +63,17 @@ class LiveCluster:
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         text=True,
       )
-      for command in commands
+      for command, errors in zip(commands, outputs, strict=True)
     ]
     self._chief = self._processes[-1]
-    self._read("ready")
+    try:
+      self._read("ready")
+    except BaseException:
+      self._kill()
+      raise
 
   def __enter__(self) -> "LiveCluster":
     return self
@@ -78,9 +85,13 @@ class LiveCluster:
         for process in self._processes:
           process.wait(_END_SECS)
     finally:
-      for process in self._processes:
-        process.kill()
-        process.wait()
+      self._kill()
+
+  def _kill(self) -> None:
+    for process in self._processes:
+      process.kill()
+      process.wait()
+    self._errors.close()
 
   def _read(self, expected: str | None = None) -> str:
     """Returns the next line of the chief that is not a log line.
@@ -95,7 +106,9 @@ class LiveCluster:
       line = line.strip()
       if line == expected or (expected is None and _NUMBER.fullmatch(line)):
         return line
-    raise RuntimeError("the chief ended early")
+    self._errors.seek(0)
+    last = self._errors.read().strip().splitlines()[-1:]
+    raise RuntimeError(f"the chief ended early: {''.join(last)}")
 
   @property
   def pids(self) -> list[int]:

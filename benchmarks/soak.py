@@ -132,6 +132,10 @@ class Soak(fault_matrix.Training):
     task = self._dice.choice(self._spec.tasks())
     fault = "stop" if task in _SPARED else self._dice.choice(_FAULTS)
     at, step = time.monotonic() - self._began, self.last_step()
+    self._track_first_ones()
+    while self._tasks.returncode(task) is not None:
+      self._pause(0.2)  # It is being started again.
+      self._track_first_ones()
     self.inject(fault, [task])
     wall = time.time()
     secs = self._await_step(wall, f"a step after {fault} of {task}")
@@ -145,6 +149,12 @@ class Soak(fault_matrix.Training):
         "steps_again": max(0, step - self.last_step()),
       }
     )
+
+  def _track_first_ones(self) -> None:
+    """Tracks the first process of a doubled task if the second has ended."""
+    for task, first in list(self._doubled.items()):
+      if self._tasks.returncode(task) is not None and first.poll() is None:
+        self._tasks._processes[task] = self._doubled.pop(task)
 
   def _await_step(self, wall: float, what: str) -> float:
     """Waits for a log line after a time, and returns the seconds it took."""
@@ -183,6 +193,7 @@ class Soak(fault_matrix.Training):
     now = time.monotonic()
     if now - self._sampled >= _SAMPLE_SECS:
       self._sampled = now
+      self._track_first_ones()
       for task in self._tasks.running():
         pid = self._tasks._processes[task].pid
         if (usage := _usage(pid)) is not None:
@@ -204,6 +215,7 @@ class Soak(fault_matrix.Training):
       The global step of the last checkpoint, which was checked.
     """
     step = self.last_step()
+    self._track_first_ones()
     for jobs in (["chief"], ["worker", "ps"]):
       asked = [task for task in self._tasks.running() if task.job in jobs]
       for task in asked:
@@ -277,7 +289,10 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
     longest = max((f["recovery_secs"] for f in faults), default=0)
     again = sum(f["steps_again"] for f in faults)
     queues = max((a + b for _, a, b in part["queues"]), default=0)
-    columns = [number, part["kind"], part["minutes"], part["step"]]
+    kind = part["kind"]
+    if reason := part.get("failed"):
+      kind += f" (failed: {reason})"
+    columns = [number, kind, part["minutes"], part["step"]]
     columns += [len(faults), f"{longest:.0f} s", again, queues]
     lines.append(f"| {' | '.join(map(str, columns))} |")
   lines += [
@@ -316,12 +331,13 @@ def main(argv: list[str]) -> None:
   with fork_server.ForkServer(environ) as server:
     part = Soak(cell, directory, server, f"{FLAGS.seed} {number}")
     try:
-      step = part.soak(FLAGS.minutes)
+      step, reason = part.soak(FLAGS.minutes), ""
     except fault_matrix.Failed as failure:
-      sys.exit(f"part {number + 1}: {failure}; logs: {directory}")
+      step, reason = part.last_step(), str(failure)
   document["parts"].append(
     {
       "kind": f"{driver}, {rule}",
+      "failed": reason,
       "minutes": FLAGS.minutes,
       "step": step,
       "faults": part.faults,
@@ -336,6 +352,8 @@ def main(argv: list[str]) -> None:
   text = table(document["parts"])
   path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
   print(text)
+  if reason:
+    sys.exit(f"part {number + 1}: {reason}; logs: {directory}")
   shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -24,12 +24,16 @@ from benchmarks import stored
 from tf_replicas.cluster import private_network
 
 _SECS = 5.0
+# In which all processes start and connect.
+_START_SECS = 15.0
 _PORT = 5000
 _CHUNK = 1 << 16
 _CLIENTS = (1, 2, 4)
 
 
-def _peer(role: str, address: str, port: str, is_two_way: str) -> None:
+def _peer(
+  role: str, address: str, port: str, is_two_way: str, begin: str
+) -> None:
   """Runs one end of a connection, and prints the received bits per second.
 
   Args:
@@ -37,10 +41,14 @@ def _peer(role: str, address: str, port: str, is_two_way: str) -> None:
     address: The address of the server.
     port: Its port.
     is_two_way: `1` if both ends send; `0` if only the server does.
+    begin: When all ends begin, by `time.monotonic()`.
   """
   connection = _connection(role, (address, int(port)))
   connection.settimeout(_SECS)
-  end = time.monotonic() + _SECS
+  if (wait := float(begin) - time.monotonic()) < 0:
+    sys.exit(f"the connection was late by {-wait:.1f} s")
+  time.sleep(wait)
+  end = float(begin) + _SECS
   received = 0
 
   def send():
@@ -90,11 +98,13 @@ def measure(
     The bits per second that arrive at all clients, and at the server.
   """
   address = network.address("server")
+  begin = time.monotonic() + _START_SECS
   ends = []
   for number in range(clients):
     for role, host in (("server", "server"), ("client", f"client{number}")):
       command = [sys.executable, "-m", "benchmarks.two_way", "--peer", role]
       command += [address, str(_PORT + number), str(int(is_two_way))]
+      command.append(str(begin))
       process = subprocess.Popen(
         network.command(host, command), stdout=subprocess.PIPE, text=True
       )
@@ -111,7 +121,7 @@ def main() -> None:
   parser.add_argument("--mbit_per_sec", type=float, default=200.0)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--output", help="File for the results, as JSON")
-  parser.add_argument("--peer", nargs=4, help=argparse.SUPPRESS)
+  parser.add_argument("--peer", nargs=5, help=argparse.SUPPRESS)
   arguments = parser.parse_args()
   if arguments.peer:
     _peer(*arguments.peer)

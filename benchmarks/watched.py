@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 
 from absl import app
 from absl import flags
@@ -51,6 +52,8 @@ def one_round() -> dict[str, list[float]]:
       try:
         for _ in range(2):
           assert json.loads(watch.stdout.readline())["global_step"] > 0
+        # A full pipe would stop it.
+        threading.Thread(target=watch.stdout.read, daemon=True).start()
         model.updates_per_sec(FLAGS.updates)  # A warm-up.
         for turn in range(FLAGS.turns):
           for name in sorted(rates, reverse=bool(turn % 2)):
@@ -60,7 +63,6 @@ def one_round() -> dict[str, list[float]]:
       finally:
         watch.kill()
         watch.wait()
-        watch.stdout.close()
   return rates
 
 

@@ -231,6 +231,11 @@ def report(
       f"Largest gain: {found[0].option.what}. The simulator says nothing about"
       " precision: compare losses at equal times."
     )
+  if isinstance(rule, simulator.Async):
+    lines.append(
+      "The timeline does not tell whether a bound, such as `max_staleness`,"
+      " held workers back. Gains are relative to a run without one."
+    )
   if np.isinf(fit.cluster.ps_bandwidth):
     lines.append(
       "The links of the PS tasks limited nothing in this run, so their"

@@ -138,7 +138,10 @@ def measure(rule: Rule, workers: int, seed: int, directory: str) -> dict:
     "error": None,
   }
   if process.returncode:
-    run["error"] = output.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
+    if "diverged" not in last:
+      raise RuntimeError(f"{rule.name}, seed {seed} failed: {last}")
+    run["error"] = last
     return run
   evaluated = programs.output(
     "cifar10.eval", f"--train_dir={directory}/run", "--run_once"

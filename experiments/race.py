@@ -16,8 +16,9 @@ by the criterion of before (`is_old`). So the command may be stopped and
 continued. On one core it takes about four hours. `--short` measures sync,
 backup and async with 4 workers and three seeds. `--draw` measures nothing.
 
-`--real` repeats sync, backup and async on real processes, and stores the
-results in race_real.json. A batch then takes 0.1 s on average, by sleeping.
+`--real` repeats sync, backup and async on real processes, with 4 workers unless
+`--workers` is given, and stores the results in race_real.json. A batch then
+takes 0.1 s on average, by sleeping.
 `--measure` measures the compute times of the kind `stragglers` on this machine,
 and writes race_compute_times.json. The race reads that of `results`.
 """
@@ -848,9 +849,12 @@ def main(argv: Sequence[str]) -> None:
     if FLAGS.measure:
       from experiments.support import race_real
 
+      times = race_real.measure_times()
       with open(path + "_compute_times.json", "w", encoding="utf-8") as file:
-        json.dump(race_real.measure_times(), file)
+        json.dump(times, file)
       return
+    if FLAGS.real and not flags.FLAGS["workers"].present:
+      FLAGS.workers = ["4"]
     if FLAGS.short:
       FLAGS.workers = ["4"]
       FLAGS.rules = ";".join(_MAIN)

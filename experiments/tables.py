@@ -69,7 +69,7 @@ _VIEWS = {
   "": "",
   "--views=2": " with two views",
   "--views=6": " with six views",
-  "--eval_data=train_eval": " on the first 10,000 training images",
+  "--eval_data=train_eval": " on the 50,000 training images",
 }
 
 

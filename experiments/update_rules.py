@@ -137,8 +137,9 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   )
   steps_per_sec = programs.step_rate(programs.logged(output))
   counts = _COUNTS.findall(output)
+  # Of the replicas that have applied gradients.
   staleness = [list(map(float, c[3:])) for c in counts if c[3]]
-  applied = [int(c[1]) for c in counts]
+  weights = [int(c[1]) for c in counts if c[3]]
   step, examples = map(int, programs.FINISHED.search(output).groups())
   return {
     "rule": rule.name,
@@ -146,12 +147,12 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
     "examples_per_sec": steps_per_sec * update,
     "updates": step,
     "examples": examples,
-    "applied": applied,
+    "applied": [int(c[1]) for c in counts],
     "refused": [int(c[2]) for c in counts],
     "staleness_mean": sum(
-      s[0] * n for s, n in zip(staleness, applied, strict=False)
+      s[0] * n for s, n in zip(staleness, weights, strict=True)
     )
-    / max(1, sum(applied)),
+    / max(1, sum(weights)),
     "staleness_95": max((s[1] for s in staleness), default=0),
     "staleness_max": max((s[2] for s in staleness), default=0),
     "precision": float(_PRECISION.search(evaluated).group(1)),

@@ -119,6 +119,9 @@ def parse_annotation(content: bytes, path: str) -> tuple[list[Box], int]:
           min(max(_number(edges, edge) / size[i % 2], 0.0), 1.0)
           for i, edge in enumerate(("xmin", "ymin", "xmax", "ymax"))
         )
+        # Some annotations of ImageNet have them in the other order.
+        left, right = sorted((left, right))
+        top, bottom = sorted((top, bottom))
         found.append(Box(top, left, bottom, right, name))
   except (ValueError, ET.ParseError) as error:
     raise DataError(

@@ -9,9 +9,11 @@ interrupted, the same command continues where it stopped. Files that cannot be
 read are reported and left out.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import tqdm
@@ -146,29 +148,29 @@ def write(
   fields.require("num_threads", num_threads, num_threads >= 1, "positive")
   for subset, (files, _) in found.items():
     _check_shards(subset, num_shards[subset], len(files))
-  _write_labels(output_directory, records.LABELS_FILE, labels)
   summaries = {}
-  for subset, (files, ignored) in found.items():
-    _tell_ignored(subset, ignored)
-    with _Progress(subset, len(files)) as progress:
-      summaries[subset] = shards.write(
-        subset,
-        output_directory,
-        files,
-        fingerprint=image_folders.fingerprint(directories[subset], files),
-        num_shards=num_shards[subset],
-        num_threads=num_threads,
-        as_jpeg=as_jpeg,
-        on_image=progress.move,
-        on_skip=progress.tell_skipped,
-        on_shard=progress.tell_shard,
-      )
-    _tell_summary(subset, summaries[subset], len(labels))
-    if not summaries[subset].num_examples:
-      raise shards.BuildError(
-        f"At least one file of {directories[subset]} must be an image. "
-        f"Received: {len(files)} that cannot be read."
-      )
+  with _labels_written(output_directory, records.LABELS_FILE, labels):
+    for subset, (files, ignored) in found.items():
+      _tell_ignored(subset, ignored)
+      with _Progress(subset, len(files)) as progress:
+        summaries[subset] = shards.write(
+          subset,
+          output_directory,
+          files,
+          fingerprint=image_folders.fingerprint(directories[subset], files),
+          num_shards=num_shards[subset],
+          num_threads=num_threads,
+          as_jpeg=as_jpeg,
+          on_image=progress.move,
+          on_skip=progress.tell_skipped,
+          on_shard=progress.tell_shard,
+        )
+      _tell_summary(subset, summaries[subset], len(labels))
+      if not summaries[subset].num_examples:
+        raise shards.BuildError(
+          f"At least one file of {directories[subset]} must be an image. "
+          f"Received: {len(files)} that cannot be read."
+        )
   return summaries
 
 
@@ -223,6 +225,36 @@ def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
       f"`{subset}_shards` must be in [1, {num_files}], as there are "
       f"{num_files} images. Received: {num_shards}."
     )
+
+
+@contextlib.contextmanager
+def _labels_written(
+  directory: str, name: str, labels: list[str]
+) -> Iterator[None]:
+  """Makes a context in which the file that lists the labels is written.
+
+  If the context raises a `shards.BuildError`, a new file is removed: the shards
+  that the directory holds may have other labels.
+
+  Args:
+    directory: As for `_write_labels`.
+    name: As for `_write_labels`.
+    labels: As for `_write_labels`.
+
+  Raises:
+    records.DataError, shards.BuildError: As `_write_labels`.
+  """
+  from inception_mini import shards
+
+  path = os.path.join(directory, name)
+  is_new = not os.path.exists(path)
+  _write_labels(directory, name, labels)
+  try:
+    yield
+  except shards.BuildError:
+    if is_new:
+      os.remove(path)
+    raise
 
 
 def _write_labels(directory: str, name: str, labels: list[str]) -> None:

@@ -168,15 +168,29 @@ def _measure_large(is_quick: bool) -> dict[str, dict]:
 def upper_bound(count: int, num_reads: int) -> float:
   """Returns the share of reads that `count` is consistent with, at most.
 
-  It is the upper end of the one-sided 95% confidence interval of a share of
-  which 0 of `num_reads` were seen (the "rule of three"). If any were seen, it
-  is their share.
+  It is the upper end of the one-sided 95% confidence interval of Clopper and
+  Pearson (1934): with this share, `count` or fewer reads have a probability of
+  5%.
 
   Args:
     count: How many reads were torn.
     num_reads: The number of reads.
   """
-  return count / num_reads if count else 1 - 0.05 ** (1 / num_reads)
+  if count == num_reads:
+    return 1.0
+  k = np.arange(1, count + 1)
+  # log of the binomial coefficients (num_reads over k), from k = 0 on.
+  log_ways = np.cumsum([0.0, *np.log((num_reads - k + 1) / k)])
+  k = np.arange(count + 1)
+  low, high = count / num_reads, 1.0
+  for _ in range(60):
+    share = (low + high) / 2
+    logs = log_ways + k * np.log(share) + (num_reads - k) * np.log1p(-share)
+    if np.exp(logs).sum() > 0.05:
+      low = share
+    else:
+      high = share
+  return high
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:

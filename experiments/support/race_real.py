@@ -226,16 +226,19 @@ def short_table(rows: list[dict]) -> list[str]:
   for condition in dict.fromkeys(row["condition"] for row in rows):
     of_rules = [found[condition, rule] for rule in rules]
     cells = [
-      row[clock]["seconds"] / of_rules[0][clock]["seconds"]
+      _quotient(row[clock]["seconds"], of_rules[0][clock]["seconds"])
       for row in of_rules[1:]
       for clock in ("real", "virtual")
     ]
     clocks = [
-      _per_update(row["real"]) / _per_update(row["virtual"]) for row in of_rules
+      _quotient(_per_update(row["real"]), _per_update(row["virtual"]))
+      for row in of_rules
     ]
-    quotients += clocks
-    words = [condition, *(f"{x:.2f}" for x in (*cells, *clocks))]
-    lines.append(f"| {' | '.join(words)} |")
+    quotients += [x for x in clocks if x is not None]
+    words = [
+      "not reached" if x is None else f"{x:.2f}" for x in (*cells, *clocks)
+    ]
+    lines.append(f"| {' | '.join([condition, *words])} |")
   mean = np.exp(np.mean(np.log(quotients)))
   near = sum(abs(quotient - 1) < 0.1 for quotient in quotients)
   return [
@@ -247,8 +250,13 @@ def short_table(rows: list[dict]) -> list[str]:
   ]
 
 
-def _per_update(run: dict) -> float:
-  return run["seconds"] / run["updates"]
+def _per_update(run: dict) -> float | None:
+  return _quotient(run["seconds"], run.get("updates"))
+
+
+def _quotient(one: float | None, other: float | None) -> float | None:
+  """Returns one / other; None if one of them is missing, as in a failed run."""
+  return one / other if one and other else None
 
 
 def _secs(run: dict) -> str:

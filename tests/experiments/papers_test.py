@@ -32,7 +32,6 @@ class DuttaTest(parameterized.TestCase):
   @parameterized.parameters(
     ((SLOW, FAST, FAST), claims.HOLDS),
     ((FAST, FAST, SLOW), claims.FAILS),
-    ((SLOW, FAST, [0.05] * 17), claims.FAILS),  # The best in the end, too.
   )
   def test_verdict(self, errors, expected):
     findings = dutta_error_time.find([_measurement(*errors)])

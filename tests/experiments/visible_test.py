@@ -1,6 +1,7 @@
 """Tests for partial_updates and overwrite_and_idle: how they judge."""
 
 import functools
+import math
 
 import tensorflow as tf  # noqa: F401  # Its first import starts `uname`.
 from absl.testing import absltest
@@ -150,6 +151,17 @@ class PartialUpdatesTest(parameterized.TestCase):
     self.assertAlmostEqual(
       partial_updates.upper_bound(0, 1000), 0.003, places=4
     )
+
+  def test_bound_on_what_was_seen(self):
+    """With it, so few have a probability of 5%."""
+    self.assertEqual(partial_updates.upper_bound(7, 7), 1.0)
+    for count in (1, 3, 50):
+      share = partial_updates.upper_bound(count, 100)
+      few = sum(
+        math.comb(100, k) * share**k * (1 - share) ** (100 - k)
+        for k in range(count + 1)
+      )
+      self.assertAlmostEqual(few, 0.05, places=6)
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):

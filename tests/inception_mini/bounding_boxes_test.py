@@ -38,12 +38,15 @@ class TestAnnotation:
       xml(
         (-20, 50, 300, 100),
         (50, 10, 50, 20),  # Without width.
-        (60, 10, 50, 20),  # Left and right exchanged.
+        (60, 20, 50, 10),  # In the other order, as TF1's script also allows.
         (210, 10, 250, 20),  # Outside.
       )
     )
-    assert boxes == [Box(0.5, 0.0, 1.0, 1.0, "n01440764")]
-    assert num_empty == 3
+    assert boxes == [
+      Box(0.5, 0.0, 1.0, 1.0, "n01440764"),
+      Box(0.1, 0.25, 0.2, 0.3, "n01440764"),
+    ]
+    assert num_empty == 2
 
   def test_an_image_without_objects(self):
     assert parse(xml()) == ([], 0)

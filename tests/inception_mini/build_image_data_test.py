@@ -288,6 +288,7 @@ class TestGoingOn:
     (tmp_path / "train-00000-of-00001").write_bytes(b"")
     with pytest.raises(shards.BuildError, match="unknown files"):
       build(photos, tmp_path)
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".txt"] == []
 
   def test_other_labels_are_refused(self, photos, tmp_path):
     build(photos, tmp_path / "out")
