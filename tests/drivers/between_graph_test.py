@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tf_replicas import cluster
 from tf_replicas.cluster import addresses
 from tf_replicas.drivers import between_graph
 from tf_replicas.drivers import versions
+from tf_replicas.rules import step_token
 
 # The learning rate of `cluster_task.constant_gradients`.
 RATE = 2.0
@@ -44,6 +46,38 @@ def test_refuses_a_cluster_without_the_other_workers():
       lambda: None,
       lambda _: None,
     )
+
+
+@pytest.mark.parametrize(
+  ("restored", "count", "goes_back"),
+  [(100, 7, True), (99, 7, True), (105, 7, False), (99, 1, False)],
+)
+def test_notices_that_the_step_went_back_within_a_call(
+  restored, count, goes_back
+):
+  """A call began at step 99; its last contribution was refused at a step."""
+
+  def token(step, tag):
+    return step_token.LAYOUT.pack(
+      step_token.first(tf.constant(step, tf.int64))._replace(
+        preadmitted_tag=tf.constant(tag, tf.int64)
+      )
+    )
+
+  driver = object.__new__(between_graph.BetweenGraph)
+  driver.rule = types.SimpleNamespace(repeats_refused=True)
+  driver._must_stop = lambda: False
+
+  def run(max_steps, last):
+    del max_steps, last
+    return tf.constant(count), token(restored, step_token.NO_TAG)
+
+  def ask(max_steps, last):
+    del max_steps, last
+    return tf.constant(1), token(step_token.ENDED, step_token.NO_TAG)
+
+  driver._begin = lambda: ([token(99, 5)], ask, run)
+  assert driver._run_from_here() == goes_back
 
 
 @pytest.fixture(scope="module")

@@ -386,6 +386,8 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         run = run_preadmitted
       start = time.monotonic()
       count, token, *state = run(tf.constant(max_steps), token, *state)
+      if has_tag:  # Only the last step of a call may have been refused.
+        newest = max(newest, last.global_step + int(count) - 1)
       secs = (time.monotonic() - start) / max(int(count), 1)
       max_steps = max(1, min(_MAX_STEPS, int(_CALL_SECS / secs)))
 

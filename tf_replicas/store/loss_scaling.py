@@ -229,11 +229,18 @@ class ScaledUpdate:
     def made() -> tf.Tensor:
       apply()
       count, growth = self._state.good_updates, self._state.growth
-      now = count.read_value() + 1
-      is_due = now >= growth.read_value()
-      count.assign(tf.where(is_due, 0.0, now))
-      scale = self._state.value
-      scale.assign(scale.read_value() * tf.where(is_due, 2.0, 1.0))
-      return tf.constant(True)
+
+      def grow() -> tf.Tensor:
+        scale = self._state.value
+        scale.assign(scale.read_value() * 2.0)
+        count.assign(0.0)
+        return tf.constant(True)
+
+      def stay() -> tf.Tensor:
+        # Not the scale: another replica may have halved it meanwhile.
+        count.assign_add(1.0)
+        return tf.constant(True)
+
+      return tf.cond(count.read_value() + 1 >= growth.read_value(), grow, stay)
 
     tf.cond(overflow, void, made)

@@ -125,6 +125,24 @@ def _rule(inner, num_replicas, **kwargs):
 class InterleavingTest(stores.TestCase):
   """Forced interleavings, by hand."""
 
+  def test_a_chief_that_takes_over_keeps_the_learning_rate(self):
+    """Until it sets one, replicas go on with that of the earlier chief."""
+
+    def make():
+      return async_replicas.AsyncReplicasOptimizer(SGD(1.0), 1)
+
+    training = Training(make, 1)
+    training.chief.set_learning_rate(0.25)
+    training.chief.inner.refresh()
+    second = Training(make, 1).chief
+    gradients = [tf.ones([2]), tf.ones([1])]
+    training.apply(0, training.pull(0)[0], gradients)
+    np.testing.assert_allclose(training.values()["b"], [2.75])
+    second.set_learning_rate(0.5)
+    second.inner.refresh()
+    training.apply(0, training.pull(0)[0], gradients)
+    np.testing.assert_allclose(training.values()["b"], [2.25])
+
   def test_every_gradient_is_applied_at_once(self):
     training = Training(_rule(lambda: SGD(0.5), 2), 2)
     step_0, _ = training.pull(0)

@@ -242,7 +242,9 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       self._own_update.initialize()
       self._clocks.initialize()
       self.assign_first(values)
-    self._build_inner(is_chief=True)
+    # Replicas that go on have the learning rate of the earlier chief until
+    # `apply_updates` sets the present one.
+    self._build_inner(is_chief=not resumed)
     if resumed:
       # An earlier chief's `apply_updates` may live on at the PS; this ends it.
       self.interrupt()
