@@ -22,9 +22,9 @@ PICTURE = _ROOT / "docs" / "images" / "slow_worker.svg"
 # Measurement -> position, label, color.
 _BARS = {
   "all of 3, equal": (4.2, "equal workers", "#0072b2"),
-  "all of 3, one slow": (3.2, "one 5 times slower", "#d55e00"),
+  "all of 3, one slow": (3.2, "one slow worker", "#d55e00"),
   "first 2 of 3, equal": (1.2, "equal workers", "#0072b2"),
-  "first 2 of 3, one slow": (0.2, "one 5 times slower", "#d55e00"),
+  "first 2 of 3, one slow": (0.2, "one slow worker", "#d55e00"),
 }
 _SETTINGS = {
   "font.family": "sans-serif",
