@@ -210,10 +210,10 @@ CLAIM = claims.Claim(
     " workers, all real processes. If an update needs the gradients of all 3"
     " workers, it takes as long as the slowest worker. If it needs the first"
     " 2, the gradients of the slow worker come too late. They are refused, and"
-    " no other worker waits for them. The slow worker may run for a fifth of the"
-    " time of the others. But all share the cores of one machine, so it was not"
-    " slower by so much: where updates wait for all, it was busy about 3 times"
-    " as long per update. The last number of the table shows the same."
+    " no other worker waits for them. The slow worker may run for a fifth of"
+    " the time of the others. But all share the cores of one machine, so it was"
+    " not slower by so much: where updates wait for all, it was busy about 3"
+    " times as long per update. The last number of the table shows the same."
   ),
   measure=measure,
   find=find,
