@@ -422,11 +422,11 @@ def _main(claim: Claim) -> None:
   print(f"{claim.title}. Claim: {claim.claim} ({claim.source})")
   for finding in report["findings"]:
     print(f"- {finding['words']}")
-  outcome = (
-    "This is an illustration"
-    if claim.is_illustration
-    else f"The claim {report['verdict']}"
-  )
+  outcome = f"The claim {report['verdict']}"
+  if claim.is_illustration:
+    outcome = "This is an illustration"
+  elif report["verdict"] == UNCLEAR:
+    outcome = "The claim is unclear"
   print(f"{outcome} ({report['seconds']} s; {FLAGS.output}/{claim.name}.png)")
   sys.stdout.flush()
 
