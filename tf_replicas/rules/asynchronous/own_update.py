@@ -100,11 +100,9 @@ class OwnUpdate:
     # Maps the position in the store to the sums for the next update, by shard.
     self._sums: dict[int, list[tf.Variable]] = {}
     self._has_sum = [False] * len(store.contributed)
-    if gradients_per_update > 1 or snapshot_reads:
-      # Hold the lock while saving: the sums and their count must agree, and
-      # with `snapshot_reads` all variables must be of one step.
-      store.lock = self._version
     if gradients_per_update > 1:
+      # Hold the lock while saving: the sums and their count must agree.
+      store.lock = self._version
       kind = f"sums_{gradients_per_update}"
       for index in store.contributed:
         self._sums[index] = store.create_like(index, kind)
