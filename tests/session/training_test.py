@@ -171,6 +171,7 @@ def test_an_interrupt_does_not_begin_a_checkpoint_that_is_being_written(
   session = toy.session(tmp_path, max_steps=9, checkpoint_every_steps=2)
 
   def interrupt():
+    rows.begin_read = lambda: None  # A second signal would end the process.
     waiting.await_value(
       lambda: session._writer, timeout_secs=60, what="waiting for the session"
     )
