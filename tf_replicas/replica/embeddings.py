@@ -573,9 +573,9 @@ def _check_names(
     for rows in [tables.rows_of(variable)]
   ]
   needed = [
-    layer.embeddings.path
+    layer.table.path
     for layer in keras_internals.layers_of(model)
-    if isinstance(layer, Embedding) and tables.rows_of(layer.embeddings) is None
+    if isinstance(layer, Embedding) and tables.rows_of(layer.table) is None
   ]
   missing = sorted(set(needed) - names)
   if missing or names.isdisjoint(paths):
