@@ -132,10 +132,8 @@ class Soak(fault_matrix.Training):
     task = self._dice.choice(self._spec.tasks())
     fault = "stop" if task in _SPARED else self._dice.choice(_FAULTS)
     at, step = time.monotonic() - self._began, self.last_step()
-    self._track_first_ones()
     while self._tasks.returncode(task) is not None:
       self._pause(0.2)  # It is being started again.
-      self._track_first_ones()
     self.inject(fault, [task])
     wall = time.time()
     secs = self._await_step(wall, f"a step after {fault} of {task}")
@@ -150,11 +148,15 @@ class Soak(fault_matrix.Training):
       }
     )
 
-  def _track_first_ones(self) -> None:
-    """Tracks the first process of a doubled task if the second has ended."""
+  def _start_again(self) -> None:
+    """Starts tasks that have ended, unless the first one of two lives.
+
+    Then that one is the process of the task from now on.
+    """
     for task, first in list(self._doubled.items()):
       if self._tasks.returncode(task) is not None and first.poll() is None:
         self._tasks._processes[task] = self._doubled.pop(task)
+    super()._start_again()
 
   def _await_step(self, wall: float, what: str) -> float:
     """Waits for a log line after a time, and returns the seconds it took."""
@@ -193,7 +195,6 @@ class Soak(fault_matrix.Training):
     now = time.monotonic()
     if now - self._sampled >= _SAMPLE_SECS:
       self._sampled = now
-      self._track_first_ones()
       for task in self._tasks.running():
         pid = self._tasks._processes[task].pid
         if (usage := _usage(pid)) is not None:
@@ -215,7 +216,6 @@ class Soak(fault_matrix.Training):
       The global step of the last checkpoint, which was checked.
     """
     step = self.last_step()
-    self._track_first_ones()
     for jobs in (["chief"], ["worker", "ps"]):
       asked = [task for task in self._tasks.running() if task.job in jobs]
       for task in asked:

@@ -616,7 +616,7 @@ def _one_machine() -> Iterable[list[object]]:
     "the same",
     count,
     f"{found.of('one device', 'fit')} against Keras without XLA, which may be"
-    " due to its LRN, TensorFlow's;"
+    " due to TensorFlow's slower LRN;"
     f" {found.of('one device', 'fit auto')} against its default,"
     ' `jit_compile="auto"`',
   ]

@@ -853,7 +853,7 @@ def main(argv: Sequence[str]) -> None:
       with open(path + "_compute_times.json", "w", encoding="utf-8") as file:
         json.dump(times, file)
       return
-    if FLAGS.real and not flags.FLAGS["workers"].present:
+    if FLAGS.real and not FLAGS["workers"].present:
       FLAGS.workers = ["4"]
     if FLAGS.short:
       FLAGS.workers = ["4"]

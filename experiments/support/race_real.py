@@ -234,11 +234,9 @@ def short_table(rows: list[dict]) -> list[str]:
       _quotient(_per_update(row["real"]), _per_update(row["virtual"]))
       for row in of_rules
     ]
-    quotients += [x for x in clocks if x is not None]
-    words = [
-      "not reached" if x is None else f"{x:.2f}" for x in (*cells, *clocks)
-    ]
-    lines.append(f"| {' | '.join([condition, *words])} |")
+    quotients += filter(None, clocks)
+    columns = [f"{x:.2f}" if x else "not reached" for x in (*cells, *clocks)]
+    lines.append(f"| {condition} | {' | '.join(columns)} |")
   mean = np.exp(np.mean(np.log(quotients)))
   near = sum(abs(quotient - 1) < 0.1 for quotient in quotients)
   return [

@@ -567,23 +567,22 @@ def _check_names(
   names = {n.removeprefix(_PREFIX) for n in saved if n.startswith(_PREFIX)}
   if not names:
     return
-  paths = [
-    variable.path if rows is None else rows.path
+  others = [
+    variable.path
     for variable in model.variables
-    for rows in [tables.rows_of(variable)]
+    if tables.rows_of(variable) is None and variable.path not in names
   ]
-  needed = [
+  missing = [
     layer.table.path
     for layer in keras_internals.layers_of(model)
-    if isinstance(layer, Embedding) and tables.rows_of(layer.table) is None
+    if isinstance(layer, Embedding) and layer.table.path in others
   ]
-  missing = sorted(set(needed) - names)
-  if missing or names.isdisjoint(paths):
+  if missing or len(others) == len(model.variables):
     raise checkpoints.CheckpointError(
       f"the checkpoint {checkpoint} must have the tables of the model under"
       " their names, the paths of the layers' weights. Received:"
-      f" {', '.join(sorted(names))}, and a model with"
-      f" {', '.join(missing or paths)}."
+      f" {checkpoints.some(sorted(names))}, and a model with"
+      f" {checkpoints.some(missing or others)}."
     )
 
 
