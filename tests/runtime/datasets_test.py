@@ -25,5 +25,18 @@ class ResourcesTest(absltest.TestCase):
     self.assertEqual(datasets.resources_of(both), [variable.handle.device] * 2)
 
 
+class UntunedTest(absltest.TestCase):
+  def test_disables_autotuning(self):
+    untuned = datasets.untuned(tf.data.Dataset.range(4))
+    self.assertIs(untuned.options().autotune.enabled, False)
+    self.assertEqual([*untuned.as_numpy_iterator()], [0, 1, 2, 3])
+
+  def test_leaves_the_choice_of_the_user(self):
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    numbers = tf.data.Dataset.range(4).with_options(options)
+    self.assertIs(datasets.untuned(numbers), numbers)
+
+
 if __name__ == "__main__":
   absltest.main()

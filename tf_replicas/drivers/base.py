@@ -731,9 +731,10 @@ class ParameterServerDriver(Driver):
     # Longer than any time limit in it: this ends what hangs in TensorFlow.
     of_agreement = max(self._options.start_timeout_secs, timeout_secs)
     with processes.killed_after(timeout_secs + of_agreement + 2 * _END_SECS):
-      if self.is_chief and not lost:
+      if self.is_chief and "ps 0" not in lost:
         # The chief closes the queues, which the others still use.
-        self._heartbeats.renew()
+        with contextlib.suppress(tf.errors.OpError):
+          self._heartbeats.renew()
       self._abandon()
       self._reattach(since, what)
     return True
@@ -784,6 +785,7 @@ class ParameterServerDriver(Driver):
     timeout_secs = self._options.recovery_timeout_secs
     deadline = since + timeout_secs
     old = self._home.namespace
+    stages = [self.rule.close] if self._is_built else []
     while True:
       connection.await_servers(
         self._spec,
@@ -796,6 +798,12 @@ class ParameterServerDriver(Driver):
         self._reconnect()
         left = max(deadline - time.monotonic(), 1.0)
         self._heartbeats.attach_again(left)
+        if self.is_chief and self._namespace() == old:
+          # No parameter server was restarted, but PS task 0 could not be
+          # reached: others may still wait at the queues of this namespace.
+          self._heartbeats.renew()
+          heartbeats.run_all(stages, log=lambda line: None)
+          self._heartbeats.attach_again(left)
         namespace = self._namespace()
         if self.is_chief and namespace != old:
           self._clear(old)
@@ -917,6 +925,9 @@ class ParameterServerDriver(Driver):
       RuntimeError: In a task that is not the chief, if variables or rule
         differ, or the chief failed.
       TimeoutError: If the chief does not publish them in time.
+      tf.errors.UnavailableError: In a task that is not the chief, if a
+        parameter server was lost meanwhile, or the chief has recovered from
+        such a loss.
     """
     rule, variables = self.rule.signature(), self.store.signature()
     generation = self._heartbeats.generation
@@ -931,7 +942,13 @@ class ParameterServerDriver(Driver):
 
     def published() -> dict | None:
       found = self._heartbeats.published()
-      return found if is_present(found) else None
+      if is_present(found):
+        return found
+      # Else of a generation before this one, or of a later one.
+      if found is not None and (lost := self._heartbeats.find_lost()):
+        message = f"{', '.join(lost)} was lost while {self.task} waited"
+        raise tf.errors.UnavailableError(None, None, message)
+      return None
 
     if self.is_chief:
       found = self._heartbeats.published()

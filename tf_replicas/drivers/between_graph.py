@@ -37,6 +37,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import datasets
 from tf_replicas.runtime import put_back as put_back_lib
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
@@ -417,9 +418,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   def _iterator(self, start: int) -> Iterator:
     """Opens this task's data set, from the example of position `start` on."""
     if self._leases is not None and self.replica.leased is not None:
-      return iter(self.replica.leased.dataset_fn(self._leases.numbers()))
-    count = len(self.replica_names)
-    return iter(self.replica.dataset_fn(count, self._index, start))
+      dataset = self.replica.leased.dataset_fn(self._leases.numbers())
+    else:
+      count = len(self.replica_names)
+      dataset = self.replica.dataset_fn(count, self._index, start)
+    return iter(datasets.untuned(dataset))
 
   def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.

@@ -46,6 +46,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import datasets
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
@@ -282,7 +283,8 @@ class InGraph(driver_base.ParameterServerDriver):
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()
-    return self.replica.dataset_fn(len(self._tasks), index(), start)
+    dataset = self.replica.dataset_fn(len(self._tasks), index(), start)
+    return datasets.untuned(dataset)
 
   def _abandon(self) -> None:
     """Ends the closures that use the lost parameter servers.

@@ -40,6 +40,7 @@ from tf_replicas.drivers import versions
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import datasets
 from tf_replicas.runtime import devices as runtime_devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
@@ -418,7 +419,7 @@ class Mirrored(driver_base.Driver):
       dataset = self.replica.dataset_fn(
         self._num_replicas, self._first_replica + number, start
       )
-      self._iterators.append(iter(dataset))
+      self._iterators.append(iter(datasets.untuned(dataset)))
     self._step_fn = tf.function(
       self._step, autograph=False
     ).get_concrete_function()

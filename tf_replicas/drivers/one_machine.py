@@ -30,6 +30,7 @@ from tf_replicas.drivers import base as driver_base
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
+from tf_replicas.runtime import datasets
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
@@ -146,7 +147,8 @@ class OneMachine(driver_base.Driver):
     if self._step_fn is None:
       start = int(self.store.examples_seen.read_value())
       dataset = self.replica.dataset_fn(1, 0, start)
-      self._iterator = iter(model_replica.check_dataset(dataset))
+      model_replica.check_dataset(dataset)
+      self._iterator = iter(datasets.untuned(dataset))
       # A concrete function skips what a call spends on looking for a trace.
       self._step_fn = tf.function(
         self._step, autograph=False

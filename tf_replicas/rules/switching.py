@@ -98,7 +98,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     # Whether `_number` is that of the rule in use: not in workers.
     self._knows_number = True
     self._last_step: int | None = None
-    self._limited: tuple[int, int] | None = None
+    self._limits: dict[int, int] = {}  # What each rule was told last.
     self._is_interrupted = False
 
   @property
@@ -271,9 +271,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
       switch_conditions.Progress(step, self._number, self._rule.counts)
     )
     limits = [s for s in (choice.until, self._last_step) if s is not None]
-    limit = min(limits, default=None)
-    if limit is not None and (choice.rule, limit) != self._limited:
-      self._limited = choice.rule, limit
+    limit = min(limits, default=_NO_LIMIT)
+    if self._limits.get(choice.rule) != limit:
+      self._limits[choice.rule] = limit
       self.rules[choice.rule].stop_at(limit)
     rest = None
     if choice.rule != self._number and not self._is_interrupted:
