@@ -103,6 +103,10 @@ class Training:
   def run_to(self, step):
     """Makes updates up to `step`; what each call of `apply_update` did."""
     self.optimizer.stop_at(step)
+    return self.run_beyond(step)
+
+  def run_beyond(self, step):
+    """Makes updates at least up to `step`; what each call did."""
     done = []
     while not done or done[-1].global_step < step:
       try:
@@ -329,6 +333,24 @@ class SwitchingTest(stores.TestCase):
     self.assertTrue(changed.wait(60))
     chief.join(60)
     self.assertEqual(int(training.store.global_step), 8)
+    training.stop()
+
+  def test_a_limit_ends_with_the_choice_that_had_it(self):
+    inner = keras.optimizers.SGD(RATE)
+    limits = {0: 5, 1: 10}
+
+    def choose(progress):
+      rule = int(5 <= progress.global_step < 10)
+      is_back = progress.global_step >= 10
+      return switch_conditions.Choice(rule, None if is_back else limits[rule])
+
+    optimizer = switching.SwitchingOptimizer(
+      [_async(inner), _sync(inner)], choose
+    )
+    training = Training(optimizer, [1.0, 1.0])
+    self.addCleanup(optimizer.close)
+    done = training.run_beyond(15)
+    self.assertGreaterEqual(done[-1].global_step, 15)
     training.stop()
 
   def test_who_computes_all_the_while_is_let_go(self):

@@ -16,6 +16,8 @@ from tf_replicas.rules import switch_conditions
 from tf_replicas.runtime import resources
 from tf_replicas.store import parameter_store
 
+_NO_LIMIT = 1 << 60
+
 
 class SwitchingOptimizer(rule_base.GradientRule):
   """An update rule that uses one of several rules, and can change to another.
