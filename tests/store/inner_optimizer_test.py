@@ -1,6 +1,7 @@
 """Tests for store.inner_optimizer."""
 
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -407,6 +408,32 @@ class MomentumCorrectionTest(stores.TestCase):
     trained.inner.optimizer.learning_rate = 0.3
     trained.inner.refresh()
     self.assertAlmostEqual(float(trained.store.state()[name]), 3 * before, 5)
+
+  def test_an_update_meanwhile_is_not_lost(self):
+    """As of an asynchronous replica, after the velocity was read."""
+    trained = Trained(
+      optimizers.SGD(0.1, momentum=0.5), momentum_correction=True
+    )
+    trained.step(0)
+    name = "slots/sgd/momentum/scale"
+    before = float(trained.store.state()[name])
+    (velocity,) = [
+      v.value
+      for v in trained.inner.optimizer.variables
+      if getattr(v.value, "path", "") == name
+    ]
+    read = velocity.read_value
+
+    def read_and_update():
+      value = read()
+      velocity.assign_add(tf.ones([]))
+      return value
+
+    trained.inner.optimizer.learning_rate = 0.3
+    with mock.patch.object(velocity, "read_value", read_and_update):
+      trained.inner.refresh()
+    after = float(trained.store.state()[name])
+    self.assertAlmostEqual(after, 3 * before + 1, 5)
 
   def test_no_velocity_without_a_rate(self):
     """A rate of 0 empties velocities, and one that follows it is no factor."""

@@ -525,7 +525,8 @@ class InnerOptimizer:
       for velocity in keras_internals.velocities(self.optimizer):
         variable = velocity.value
         with tf.device(variable.device):
-          variable.assign(variable.read_value() * (rate / before))
+          # Asynchronous updates change the variable meanwhile, too.
+          variable.assign_add(variable.read_value() * (rate / before - 1))
         changed.append(variable)
     self._velocity_rate.assign(rate)
     return changed
