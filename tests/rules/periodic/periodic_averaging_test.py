@@ -281,6 +281,19 @@ class StatisticsTest(stores.TestCase):
 
 
 class ModelAverageTest(stores.TestCase):
+  def test_a_chief_that_takes_over_keeps_the_learning_rate(self):
+    """Until it makes updates, replicas go on with that of the earlier chief."""
+
+    def make():
+      return periodic_averaging.model_average(SGD(RATE), 1, period=1)
+
+    first = Training(make, 1).chief
+    first.set_learning_rate(RATE / 2)
+    first._steps.refresh()
+    second = Training(make, 1).chief
+    for rule in first, second:
+      self.assertAlmostEqual(float(rule._steps._rate.numpy()), RATE / 2)
+
   def test_mean_of_copies_by_hand(self):
     """Momentum outlasts the meetings, values do not."""
     training = Training(

@@ -87,7 +87,9 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
     """Initializes the shared objects, or takes over those of an earlier chief.
 
-    Also sends the learning rate to PS task 0, where the replicas read it.
+    In a new training, it also sends the learning rate to PS task 0, where the
+    replicas read it. Otherwise that of the earlier chief stays there until
+    `apply_updates` is called.
 
     Args:
       values: The initial value of each variable, in the order of the parameter
@@ -97,7 +99,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     """
     if not resumed:
       self._steps.initialize()
-    self._steps.refresh()
+      self._steps.refresh()
     self._rule.create(values, resumed=resumed)
 
   def start(self) -> None:
