@@ -301,16 +301,16 @@ class SlotsTest(stores.TestCase):
     for ours, theirs in zip(resumed.values(), expected, strict=True):
       np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 
-  def _resumed(self, old, new):
+  def _resumed(self, old, new, **more):
     """`new` in place of `old` at step 200, after one update of ones."""
-    whole = Trained(old, policy=WHOLE)
+    whole = Trained(old, policy=WHOLE, **more)
     ones = [tf.ones(v.shape) for v in VALUES.values()]
     whole.step(0, ones)
     whole.store.load_state({"global_step": np.int64(200)})
     directory = self.enter_context(tempfile.TemporaryDirectory())
     path = checkpoints.save(directory, whole.store.state())
     self.new_cluster()
-    resumed = Trained(new, policy=MIXED)
+    resumed = Trained(new, policy=MIXED, **more)
     optional = ("slots/", "optimizer/")
     checkpoints.restore(
       path, resumed.store, is_optional=lambda name: name.startswith(optional)
@@ -330,6 +330,13 @@ class SlotsTest(stores.TestCase):
     for ours, others in zip(resumed.values(), before, strict=True):
       np.testing.assert_allclose(ours, others - 0.01, rtol=1e-3)
     self.assertEqual(int(resumed.store.state()["optimizer/began.adam"]), 200)
+
+  def test_another_of_several_optimizers_begins_afresh(self):
+    before, resumed = self._resumed(
+      optimizers.SGD(0.1), optimizers.Adam(0.01), name="first"
+    )
+    for ours, others in zip(resumed.values(), before, strict=True):
+      np.testing.assert_allclose(ours, others - 0.01, rtol=1e-3)
 
   def test_the_same_one_is_as_old_as_it_was(self):
     _, resumed = self._resumed(optimizers.Adam(0.01), optimizers.Adam(0.01))

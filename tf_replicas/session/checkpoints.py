@@ -50,8 +50,9 @@ MissingCheckpointError = checkpoint_errors.MissingCheckpointError
 PREFIX = "model.ckpt"
 _TABLES = ".tables"
 FINISHED = "finished.json"
-# Prefix of the global steps at which an optimizer's slots were created.
-_BEGAN = "optimizer/began."
+# The names of the global steps at which an optimizer's slots were created. With
+# several optimizers, the name of one precedes.
+_BEGAN = re.compile(r"optimizer/([^/]+\.)?began\.")
 
 # `tf.train.Checkpoint(state={name: variable})` stores each name as
 # "state/<escaped name>/.ATTRIBUTES/VARIABLE_VALUE"; inside a name "." becomes
@@ -552,7 +553,7 @@ def restore(
     )
   values = {n: saved[n] for n in wanted if n not in differing}
   averages = _from_variables(saved, wanted, wanted.keys() - values)
-  began = {n: saved["global_step"] for n in wanted if n.startswith(_BEGAN)}
+  began = {n: saved["global_step"] for n in wanted if _BEGAN.match(n)}
   restored = began | values | averages
   loaded = [name for name in row_tensors if name not in differing_rows]
   row_averages = _from_variables(
