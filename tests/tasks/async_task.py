@@ -156,11 +156,15 @@ class Actor:
 
     Returns:
       The variables and counters on the parameter servers, and what this replica
-      read last: the global step and the variables.
+      read last: the global step and the variables. The former are None if they
+      can be read only after what this replica is doing in a thread.
     """
     getattr(self, action)()
+    is_busy = self._thread is not None and self._thread.is_alive()
+    waits = is_busy and self._store.lock is not None
+    state = None if waits else cluster_task.as_lists(self._store.state())
     return {
-      "state": cluster_task.as_lists(self._store.state()),
+      "state": state,
       "read": [int(self._step), *map(float, self._parameters)],
     }
 

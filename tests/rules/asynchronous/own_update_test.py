@@ -451,6 +451,20 @@ class PullTest(TestCase):
     self.assertTrue(update.result())
     self.assertEqual(read.result(), (1, [[0.0, 1.0], [2.0]]))
 
+  def test_with_snapshots_a_save_waits_for_an_update_under_way(self):
+    inner = self._halting()
+    client = Client(inner, num_tasks=1, snapshot_reads=True)
+    update = self.call(client.apply, _grads(1.0, 1.0))
+    inner.await_begun(1)
+    save = self.call(client.store.state)
+    self.assert_waits(save)
+    inner.go_on(1)
+    self.assertTrue(update.result())
+    state = save.result()
+    self.assertEqual(int(state["global_step"]), 1)
+    self.assertEqual(state["variables/a"].numpy().tolist(), [0.0, 1.0])
+    self.assertEqual(state["variables/b"].numpy().tolist(), [2.0])
+
   def test_other_reads_see_half_an_update(self):
     """Without snapshots nobody waits; one variable is new, the other old."""
     inner = self._halting()

@@ -76,8 +76,8 @@ class OwnUpdate:
         variables.
       use_locking: Whether only one replica at a time updates the variables of a
         PS task.
-      snapshot_reads: Whether each update, and each read of all variables, is
-        atomic.
+      snapshot_reads: Whether each update, each read of all variables, and the
+        read for a checkpoint (`store.state`), is atomic.
       gradients_per_update: The number of sets of gradients in an update. If it
         is more than 1, sets are summed under one lock for all PS tasks.
         Checkpoints include an unfinished sum, which is lost if training resumes
@@ -100,9 +100,11 @@ class OwnUpdate:
     # Maps the position in the store to the sums for the next update, by shard.
     self._sums: dict[int, list[tf.Variable]] = {}
     self._has_sum = [False] * len(store.contributed)
-    if gradients_per_update > 1:
-      # Hold the lock while saving: the sums and their count must agree.
+    if snapshot_reads or gradients_per_update > 1:
+      # Hold the lock while saving: a checkpoint must have no half update, and
+      # the sums and their count must agree.
       store.lock = self._version
+    if gradients_per_update > 1:
       kind = f"sums_{gradients_per_update}"
       for index in store.contributed:
         self._sums[index] = store.create_like(index, kind)
