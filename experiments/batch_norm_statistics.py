@@ -87,7 +87,7 @@ def measure(
     dataclasses.replace(config, batch_size=config.batch_size * num_replicas)
   )
   batch = next(iter(whole.replica_fn([]).dataset_fn(1, 0, 0)))
-  first = [x[: config.batch_size] for x in batch]
+  first = tuple(x[: config.batch_size] for x in batch)
   one = compute([], batch)
   mean = compute(devices, batch)
 
