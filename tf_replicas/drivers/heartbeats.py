@@ -747,23 +747,22 @@ class Heartbeats:
     """
     _await_answers([link.leave() for link in self._links])
 
-  def shut_down_servers(
-    self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
-  ) -> list[int]:
+  def shut_down_servers(self, *, timeout_secs: float) -> list[int]:
     """Waits for the other clients to leave, and tells the serving tasks to end.
 
     Only the chief calls this, as its last call.
 
     Args:
       timeout_secs: Seconds to wait until the other clients have left.
-      clock: Returns the time in seconds.
 
     Returns:
       The indices of the clients that were still alive after the wait.
     """
-    deadline = clock() + timeout_secs
+    deadline = time.monotonic() + timeout_secs
     try:
-      while (here := self.here() + self._resting()) and clock() <= deadline:
+      while here := self.here() + self._resting():
+        if time.monotonic() > deadline:
+          break
         time.sleep(0.05)
       outcome = self._outcome()
     except tf.errors.OpError:  # PS task 0 is down: dismiss the others.
