@@ -671,6 +671,8 @@ class Oracle:
     if kind == OFFER:
       if self.status[replica] in (WAITING, ADMITTED, DELIVERED):
         self.replies.append((replica, self.tag[replica], VOID))
+      if self.status[replica] in (WAITING, ADMITTED):
+        self.counts[replica][1] += 1
       self.tag[replica] = tag
       if step < self.step:
         late = min(self.step - step, MAX_LATE)
@@ -876,6 +878,12 @@ class RandomSequencesTest(parameterized.TestCase):
     self.assertEqual(rows[:, 0].sum(), (desk.step - 20) * shape[1])
     num_late = sum(a == "offer" and late > 0 for a, _, _, late, _ in actions)
     self.assertEqual(rows[:, 2:].sum(), num_late)
+    # Whatever was offered or admitted by CONTINUE has exactly one outcome.
+    num_offered = sum(action == "offer" for action, *_ in actions)
+    num_continued = [v for *_, v in desk.replies].count(CONTINUE)
+    num_open = desk.status.count(WAITING) + desk.status.count(ADMITTED)
+    num_open += len(desk.accepted)
+    self.assertEqual(rows.sum(), num_offered + num_continued - num_open)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ class Column(enum.IntEnum):
   Attributes:
     APPLIED: Contributions that were used in an update.
     SURPLUS: Contributions that were refused because N others came first, or
-      whose replica was lost, or exceeded a deadline, before their gradients had
-      arrived.
+      because of what happened before their gradients had arrived: their replica
+      was lost, exceeded a deadline, or made another offer, as a replica does
+      that was started again.
     LATE: The first of `protocol.MAX_LATE` columns: column `LATE - 1 + k` is for
       contributions that were refused because they were computed from variables
       k steps old. The last of these columns is also for older ones.
@@ -283,6 +284,8 @@ def record(
   was_admitted = ledger.status == protocol.Status.ADMITTED
   # A lost replica that delivers later is rejected.
   gave_up_place = event.is_lost & was_admitted
+  was_waiting = ledger.status == protocol.Status.WAITING
+  is_replaced = event.is_offer & (was_admitted | was_waiting)
 
   status = _set(ledger.status, event.is_offer, protocol.Status.WAITING)
   status = _set(status, event.is_late, protocol.Status.COMPUTING)
@@ -302,11 +305,11 @@ def record(
     tag=_set(ledger.tag, event.is_offer, message.tag),
     # Few messages change the counts, which are by far the largest part.
     counts=tf.cond(
-      tf.reduce_any(event.is_late | gave_up_place),
+      tf.reduce_any(event.is_late | gave_up_place | is_replaced),
       lambda: (
         ledger.counts
         + _in_column(event.is_late, late_column)
-        + _in_column(gave_up_place, Column.SURPLUS)
+        + _in_column(gave_up_place | is_replaced, Column.SURPLUS)
       ),
       lambda: ledger.counts,
     ),
