@@ -6,7 +6,6 @@ A block (a paragraph, a list or a table) with measured numbers has a comment
 before it that says where they come from, one of
 
     <!-- measured: results/straggler.json, table race -->
-    <!-- not stored: DATE; REASON -->
     <!-- not measured: REASON -->
 
 The first names files in `experiments/` with the stored measurements, and tables
@@ -23,12 +22,10 @@ number of the block must be one of
     all, and `_FUNCTIONS` may be called;
 *   a setting or a goal. They follow after `; also:`, separated by commas.
 
-The second comment admits that the
-block has the date and the command of a measurement whose output was not stored.
-The third says why the numbers are no measurements, but settings or theory. A
-comment whose text ends in "(section)" holds for all blocks up to the next
-heading that have no comment.
-What `experiments.tables` writes needs none.
+The second comment says why the numbers are no measurements, but settings, goals
+or theory. A comment whose text ends in "(section)" holds for all blocks up to
+the next heading that have no comment. What `experiments.tables` writes needs
+none.
 
 The program prints numbers without such a comment or without data, and fails if
 there are any. With `--list`, it prints all numbers with their sources.
@@ -48,8 +45,13 @@ from typing import NamedTuple
 from benchmarks import ratios
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/**/*.md", "experiments/README.md")
-_KINDS = ("measured", "not stored", "not measured")
+PAGES = (
+  "README.md",
+  "docs/**/*.md",
+  "experiments/README.md",
+  "inception_mini/README.md",
+)
+_KINDS = ("measured", "not measured")
 _MARK = re.compile(rf"<!-- ({'|'.join(_KINDS)}): (.*?) -->", re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 # A test of `benchmarks.versions` compares this page with its data.
@@ -95,8 +97,7 @@ class Number(NamedTuple):
     line: Its line.
     text: The number as written.
     is_percent: Whether it is a percentage.
-    kind: One of `measured`, `not stored`, `not measured`; empty without a
-      comment.
+    kind: `measured` or `not measured`; empty without a comment.
     source: The rest of the comment.
   """
 
@@ -229,8 +230,6 @@ def problem(number: Number) -> str:
   if number.kind == "not measured":
     return ""
   source = number.source.removesuffix("(section)").strip()
-  if number.kind == "not stored":
-    return "" if _DATE.search(source) else "has no date in its comment"
   names, _, more = source.partition(";")
   values, files = [], []
   written: set[str] = set()

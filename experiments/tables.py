@@ -15,12 +15,17 @@ names it as their source: `table NAME`.
 
 import json
 import re
+import statistics
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
+from benchmarks import ratios
 from benchmarks import tables as benchmark_tables
 from experiments import numbers
 from experiments import race
+from experiments import trainings
 from experiments import update_rules
 from experiments.claims import validation
 from experiments.support import race_real
@@ -62,7 +67,7 @@ _TRAININGS = {
   " epochs",
   "modern_10_epochs": "The same with 10 epochs",
   "inception_backup": "`inception_mini`, 2 PS and 3 workers, one of them a"
-  " backup: 6,000 updates of 2 x 32 images",
+  " backup: 6,000 updates of 2 x 32 images, 7.7 epochs",
 }
 # How an evaluation differs from that of one view of each test image.
 _VIEWS = {
@@ -73,9 +78,13 @@ _VIEWS = {
 }
 
 
-def _trainings() -> list[str]:
+def _stored_trainings() -> dict[str, dict[str, Any]]:
   path = _RESULTS / "trainings.json"
-  rows = json.loads(path.read_text(encoding="utf-8"))
+  return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _trainings() -> list[str]:
+  rows = _stored_trainings()
   lines = ["| what | command | precision @ 1 | date |", "|---|---|---|---|"]
   for name, what in _TRAININGS.items():
     if name not in rows:
@@ -89,6 +98,55 @@ def _trainings() -> list[str]:
       f"| {what} | `{row['command']}` | {', '.join(found)} | {row['date']} |"
     )
   return lines
+
+
+def points_lost(
+  rows: Mapping[str, Mapping[str, Any]],
+) -> tuple[list[list[float]], tuple[float, float, float]]:
+  """Compares eight replicas of `inception_mini` with one, seed by seed.
+
+  Args:
+    rows: The rows of `experiments.trainings` by name. A seed counts if it has
+      both.
+
+  Returns:
+    For each seed: the seed, the precision with one and with eight replicas, and
+    how many percentage points eight have lost; and the mean of these points
+    with a 95% confidence interval by Student's t.
+  """
+  pairs = []
+  for seed in trainings.SEEDS:
+    names = [f"inception_{count}_seed_{seed}" for count in ("one", "eight")]
+    if all(name in rows for name in names):
+      (one,), (eight,) = (rows[name]["precision"].values() for name in names)
+      pairs.append([seed, one, eight, 100 * (one - eight)])
+  return pairs, ratios.interval_of_mean([points for *_, points in pairs])
+
+
+def _one_or_eight() -> list[str]:
+  pairs, (mean, least, most) = points_lost(_stored_trainings())
+  lines = ["| seed | one | eight | points lost |", "|---|---|---|---|"]
+  for seed, one, eight, points in pairs:
+    lines.append(f"| {seed} | {one:.4f} | {eight:.4f} | {points:.2f} |")
+  _, ones, eights, _ = zip(*pairs, strict=True)
+  lines.append(
+    f"| mean | {statistics.mean(ones):.4f} | {statistics.mean(eights):.4f}"
+    f" | {mean:.2f} [{least:.2f}, {most:.2f}] |"
+  )
+  return lines
+
+
+def _batch_norm_statistics() -> list[str]:
+  path = _RESULTS / "batch_norm_statistics.json"
+  distances = json.loads(path.read_text(encoding="utf-8"))["distances"]
+  return [
+    "| | gradient of the step | movement of the statistics |",
+    "|---|---|---|",
+    *(
+      f"| `{kind}` | {of['gradients']:.2g} | {of['statistics']:.2g} |"
+      for kind, of in distances.items()
+    ),
+  ]
 
 
 def _update_rules() -> list[str]:
@@ -114,6 +172,8 @@ def _race_real() -> list[str]:
 
 # Each makes the lines of a block.
 TABLES: dict[str, Callable[[], Sequence[str]]] = {
+  "batch_norm_statistics": _batch_norm_statistics,
+  "one_or_eight": _one_or_eight,
   "race": _race,
   "race_real": _race_real,
   "trainings": _trainings,

@@ -105,8 +105,6 @@ class NumbersTest(absltest.TestCase):
     self.assertIn("does not exist", what)
     (what,) = _problems("<!-- measured: results/fit.json -->\n\n0.5\n")
     self.assertIn("has no date", what)
-    (what,) = _problems("<!-- not stored: by hand -->\n\n0.5\n")
-    self.assertIn("has no date", what)
 
 
 if __name__ == "__main__":
