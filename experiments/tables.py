@@ -17,7 +17,6 @@ import json
 import re
 import statistics
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,35 +99,20 @@ def _trainings() -> list[str]:
   return lines
 
 
-def points_lost(
-  rows: Mapping[str, Mapping[str, Any]],
-) -> tuple[list[list[float]], tuple[float, float, float]]:
-  """Compares eight replicas of `inception_mini` with one, seed by seed.
-
-  Args:
-    rows: The rows of `experiments.trainings` by name. A seed counts if it has
-      both.
-
-  Returns:
-    For each seed: the seed, the precision with one and with eight replicas, and
-    how many percentage points eight have lost; and the mean of these points
-    with a 95% confidence interval by Student's t.
-  """
-  pairs = []
-  for seed in trainings.SEEDS:
-    names = [f"inception_{count}_seed_{seed}" for count in ("one", "eight")]
-    if all(name in rows for name in names):
-      (one,), (eight,) = (rows[name]["precision"].values() for name in names)
-      pairs.append([seed, one, eight, 100 * (one - eight)])
-  return pairs, ratios.interval_of_mean([points for *_, points in pairs])
-
-
 def _one_or_eight() -> list[str]:
-  pairs, (mean, least, most) = points_lost(_stored_trainings())
+  rows = _stored_trainings()
+  ones, eights = (
+    [
+      next(iter(rows[f"inception_{count}_seed_{s}"]["precision"].values()))
+      for s in trainings.SEEDS
+    ]
+    for count in ("one", "eight")
+  )
+  lost = [100 * (a - b) for a, b in zip(ones, eights, strict=True)]
   lines = ["| seed | one | eight | points lost |", "|---|---|---|---|"]
-  for seed, one, eight, points in pairs:
-    lines.append(f"| {seed} | {one:.4f} | {eight:.4f} | {points:.2f} |")
-  _, ones, eights, _ = zip(*pairs, strict=True)
+  for row in zip(trainings.SEEDS, ones, eights, lost, strict=True):
+    lines.append("| {} | {:.4f} | {:.4f} | {:.2f} |".format(*row))
+  mean, least, most = ratios.interval_of_mean(lost)
   lines.append(
     f"| mean | {statistics.mean(ones):.4f} | {statistics.mean(eights):.4f}"
     f" | {mean:.2f} [{least:.2f}, {most:.2f}] |"

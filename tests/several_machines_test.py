@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import trials
 from tf_replicas.cluster import private_network
+from tf_replicas.runtime import waiting
 
 _TASK = pathlib.Path(__file__).parent / "tasks" / "recovery_task.py"
 _CUT_SECS = 8.0
@@ -69,7 +70,11 @@ def test_goes_on_after_the_connections_of_a_host_broke(tmp_path, host):
       shell = network.command(host, ["sh", "-c", line])
       subprocess.run(shell, check=True, capture_output=True)
 
-    _await_checkpoint(tmp_path / "train")
+    waiting.await_value(
+      lambda: list((tmp_path / "train").glob("*.index")),
+      timeout_secs=trials.DEADLINE_SECS,
+      what="waiting for a checkpoint",
+    )
     ps = network.address("ps")
     # Else a client that waits would not find out before TCP gives up.
     on_host(f"ip route add unreachable {ps}/32; ss --kill dst {ps}")
@@ -79,10 +84,3 @@ def test_goes_on_after_the_connections_of_a_host_broke(tmp_path, host):
   assert [task.returncode for task in tasks] == [0, 0, 0], outputs
   assert "ps 0 was lost" in outputs[hosts.index(host)]
   assert "finished at step 1500" in outputs[hosts.index("chief")]
-
-
-def _await_checkpoint(train_dir: pathlib.Path) -> None:
-  until = time.monotonic() + trials.DEADLINE_SECS
-  while not list(train_dir.glob("*.index")):
-    assert time.monotonic() < until
-    time.sleep(0.05)

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 
 from tests.support import optimizers as makers
 from tests.support import stores
+from tf_replicas.runtime import keras_internals
 from tf_replicas.session import checkpoints
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import placement
@@ -426,8 +427,8 @@ class MomentumCorrectionTest(stores.TestCase):
     before = float(trained.store.state()[name])
     (velocity,) = [
       v.value
-      for v in trained.inner.optimizer.variables
-      if getattr(v.value, "path", "") == name
+      for v in keras_internals.velocities(trained.inner.optimizer)
+      if v.value.path == name
     ]
     read = velocity.read_value
 

@@ -12,6 +12,8 @@ import enum
 
 # Contributions that are this many steps late, or later, are counted together.
 MAX_LATE = 10
+# A global step that no training reaches, for rules that have no limit.
+NO_LIMIT = 1 << 60
 
 
 class MessageType(enum.IntEnum):

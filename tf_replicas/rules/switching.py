@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
 from tf_replicas.rules import switch_conditions
 from tf_replicas.runtime import resources
 from tf_replicas.store import parameter_store
-
-_NO_LIMIT = 1 << 60
 
 
 class SwitchingOptimizer(rule_base.GradientRule):
@@ -273,7 +272,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
       switch_conditions.Progress(step, self._number, self._rule.counts)
     )
     limits = [s for s in (choice.until, self._last_step) if s is not None]
-    limit = min(limits, default=_NO_LIMIT)
+    limit = min(limits, default=protocol.NO_LIMIT)
     if self._limits.get(choice.rule) != limit:
       self._limits[choice.rule] = limit
       self.rules[choice.rule].stop_at(limit)

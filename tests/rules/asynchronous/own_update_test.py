@@ -182,6 +182,18 @@ class TestCase(background.TestCase):
     self.addCleanup(inner.close)
     return inner
 
+  def _saved_during_an_update(self, inner, client):
+    """What is saved when an update is half made: a save waits for it."""
+    update = self.call(client.apply, _grads(1.0, 1.0))
+    inner.await_begun(1)
+    save = self.call(client.store.state)
+    self.assert_waits(save)
+    inner.go_on(1)
+    self.assertTrue(update.result())
+    state = save.result()
+    self.assertEqual(int(state["global_step"]), 1)
+    return state
+
 
 class SendTest(TestCase):
   def _send(self, client, gradients):
@@ -454,14 +466,7 @@ class PullTest(TestCase):
   def test_with_snapshots_a_save_waits_for_an_update_under_way(self):
     inner = self._halting()
     client = Client(inner, num_tasks=1, snapshot_reads=True)
-    update = self.call(client.apply, _grads(1.0, 1.0))
-    inner.await_begun(1)
-    save = self.call(client.store.state)
-    self.assert_waits(save)
-    inner.go_on(1)
-    self.assertTrue(update.result())
-    state = save.result()
-    self.assertEqual(int(state["global_step"]), 1)
+    state = self._saved_during_an_update(inner, client)
     self.assertEqual(state["variables/a"].numpy().tolist(), [0.0, 1.0])
     self.assertEqual(state["variables/b"].numpy().tolist(), [2.0])
 
@@ -600,14 +605,7 @@ class SumTest(TestCase):
     inner = self._halting()
     client = Client(inner, num_tasks=1, gradients_per_update=2)
     client.apply(_grads(1.0, 1.0))
-    call = self.call(client.apply, _grads(1.0, 1.0))
-    inner.await_begun(1)
-    save = self.call(client.store.state)
-    self.assert_waits(save)
-    inner.go_on(1)
-    self.assertTrue(call.result())
-    state = save.result()
-    self.assertEqual(int(state["global_step"]), 1)
+    state = self._saved_during_an_update(inner, client)
     self.assertEqual(state["variables/b"].numpy().tolist(), [2.0])
 
   @parameterized.parameters((1, True), (1, False), (3, False))

@@ -31,7 +31,6 @@ IDLE, OPEN, LOST = 0, 1, -1
 _PATIENCE_SECS = 600.0
 # Gradients of at least this staleness are counted together.
 MAX_STALENESS = 255
-_NO_LIMIT = 1 << 60
 # The chief reports updates together that are made within this time. Reading
 # each of them alone costs it, and PS task 0, as much as a small model's step.
 _REPORT_SECS = 0.03
@@ -163,7 +162,7 @@ class AsyncAdmission:
     for variable in (self._state, self.dropped, self.applied):
       variable.assign(tf.zeros(variable.shape, tf.int64))
     self._has_ended.assign(False)
-    self._limit.assign(_NO_LIMIT)
+    self._limit.assign(protocol.NO_LIMIT)
     self.pending.assign(0)
 
   def stop_at(self, step: int) -> None:

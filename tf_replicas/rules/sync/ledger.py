@@ -299,17 +299,18 @@ def record(
     is_skipped &= message.step == step
     status = _set(status, is_skipped, protocol.Status.SKIPPED)
     gave_up_place |= is_skipped & was_admitted
+  is_surplus = gave_up_place | is_replaced
   late_column = Column.LATE - 1 + tf.minimum(steps_late, protocol.MAX_LATE)
   recorded = _accept(ledger, message, event.is_delivered)._replace(
     status=status,
     tag=_set(ledger.tag, event.is_offer, message.tag),
     # Few messages change the counts, which are by far the largest part.
     counts=tf.cond(
-      tf.reduce_any(event.is_late | gave_up_place | is_replaced),
+      tf.reduce_any(event.is_late | is_surplus),
       lambda: (
         ledger.counts
         + _in_column(event.is_late, late_column)
-        + _in_column(gave_up_place | is_replaced, Column.SURPLUS)
+        + _in_column(is_surplus, Column.SURPLUS)
       ),
       lambda: ledger.counts,
     ),
