@@ -12,7 +12,6 @@ that the command may be stopped, and continued with more seeds.
 """
 
 import collections
-import datetime
 import json
 import math
 import os
@@ -122,6 +121,7 @@ def measure(rule: Rule, workers: int, seed: int, directory: str) -> dict:
     "seed": seed,
     "updates": updates,
     "examples": updates * size,
+    **claims.circumstances(claims.commit()),
   }
   with programs.started(
     "cifar10.distributed_train", arguments, FLAGS.timeout_secs
@@ -187,13 +187,8 @@ def table(runs: Sequence[dict]) -> str:
 
 
 def _write(path: str, runs: Sequence[dict]) -> None:
-  report = {
-    "machine": claims.machine(),
-    "date": datetime.date.today().isoformat(),
-    "runs": list(runs),
-  }
   with open(path + ".json", "w", encoding="utf-8") as file:
-    json.dump(report, file, indent=1)
+    json.dump({"runs": list(runs)}, file, indent=1)
     file.write("\n")
   with open(path + ".md", "w", encoding="utf-8") as file:
     file.write(table(runs))

@@ -11,10 +11,10 @@ virtual: `support.event_clock` says what is real. `support.race_task` defines
 task, rules and workers.
 
 Writes race.json, race.md and race.png. Each finished cell is stored at once,
-and cells that are in the file are not measured again, unless they were measured
-by the criterion of before (`is_old`). So the command may be stopped and
-continued. On one core it takes about four hours. `--short` measures sync,
-backup and async with 4 workers and three seeds. `--draw` measures nothing.
+and cells that are in the file are not measured again. So the command may be
+stopped and continued. On one core it takes about four hours. `--short` measures
+sync, backup and async with 4 workers and three seeds. `--draw` measures
+nothing.
 
 `--real` repeats sync, backup and async on real processes, with 4 workers unless
 `--workers` is given, and stores the results in race_real.json. A batch then
@@ -62,7 +62,6 @@ COLUMNS = (
 )
 # A search gives up a rate that takes this many times as long as the best.
 _PATIENCE = 1.5
-_OLD = "*"
 # The precision must be reached in so many states of the variables in a row,
 # with at least so many examples from one to the next.
 IN_A_ROW, EXAMPLES_APART = 3, 256
@@ -530,16 +529,6 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
         if cell:
           base = cells.get((SYNC, condition, workers))
           lines.append(_row(cell, base))
-  if any(map(is_old, cells.values())):
-    lines += [
-      "",
-      f"{_OLD} This cell was measured by an earlier criterion: in"
-      f" {IN_A_ROW} seconds of virtual time in a row. Most of these cells have"
-      " a rate that is the best of 0.03, 0.06, 0.12 and 0.24 with one seed."
-      " All other rates were found among"
-      f" {', '.join(map(str, race_task.RATES))} with"
-      f" {len(race_task.SEARCH_SEEDS)} seeds.",
-    ]
   if real:
     lines += ["", "## On real processes", "", *race_real.table(real)]
   return "\n".join(lines) + "\n"
@@ -611,7 +600,7 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   runs = [run for run in cell["runs"] if run["seconds"] is not None]
   if seconds(cell) is None:
     count = f"{len(runs)} of {len(cell['runs'])} seeds" if runs else "never"
-    return [where, cell["rule"], _rate(cell), count, *[""] * 5]
+    return [where, cell["rule"], str(cell["rate"]), count, *[""] * 5]
 
   def mean(name):
     values = [run[name] for run in runs if name in run]
@@ -624,7 +613,7 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   return [
     where,
     cell["rule"],
-    _rate(cell),
+    str(cell["rate"]),
     f"{middle:.0f} ± {middle - low:.0f}",
     against,
     f"{mean('updates'):.0f}",
@@ -632,25 +621,6 @@ def texts(cell: dict, base: dict | None) -> list[str]:
     f"{mean('staleness'):.1f}",
     f"{mean('refused'):.0%}",
   ]
-
-
-def is_old(cell: dict) -> bool:
-  """Returns whether a cell was measured by the criterion of before.
-
-  Until 2026-11-27, the precision had to be reached in three seconds of virtual
-  time in a row, in which a slow rule makes no update. The rate of most of these
-  cells is the best of four, tried with one seed.
-  """
-  return cell.get("examples_apart") != EXAMPLES_APART
-
-
-def _rate(cell: dict) -> str:
-  """Formats the learning rate of a cell, marked if the cell is an old one.
-
-  Args:
-    cell: The cell.
-  """
-  return f"{cell['rate']}{_OLD if is_old(cell) else ''}"
 
 
 def _row(cell: dict, base: dict | None) -> str:
@@ -772,10 +742,7 @@ def _keys() -> list[tuple[str, str, int]]:
 
 
 def _race(path: str) -> None:
-  """Measures all chosen cells that are not in the file yet.
-
-  Cells that were measured by the criterion of before are measured again.
-  """
+  """Measures all chosen cells that are not in the file yet."""
   import tensorflow as tf
 
   tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -785,7 +752,7 @@ def _race(path: str) -> None:
   racer = Racer()
   for key in _keys():
     cells = read(path)
-    if key not in cells or is_old(cells[key]):
+    if key not in cells:
       cells[key] = measure(racer, *key, seeds)
       write(path, cells)
       print(_row(cells[key], cells.get((SYNC, *key[1:]))), flush=True)

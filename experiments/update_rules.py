@@ -11,7 +11,6 @@ line, updates, staleness, refused gradients, and precision @ 1 of the averaged
 variables.
 """
 
-import datetime
 import json
 import os
 import re
@@ -86,6 +85,11 @@ def rules(workers: int) -> list[Rule]:
       1,
     ),
     Rule(
+      f"softsync, {max(1, workers // 2)}",
+      ["--update=softsync", f"--softsync_n={max(1, workers // 2)}"],
+      workers // max(1, workers // 2),
+    ),
+    Rule(
       "model_average, every 20 steps",
       ["--update=model_average", "--period=20"],
       20 * workers,
@@ -93,6 +97,11 @@ def rules(workers: int) -> list[Rule]:
     Rule(
       "elastic_average, every 10 steps",
       ["--update=elastic_average", "--period=10"],
+      10,
+    ),
+    Rule(
+      "accumulated_gradients, every 10 steps",
+      ["--update=accumulated_gradients", "--period=10"],
       10,
     ),
   ]
@@ -113,6 +122,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
     RuntimeError: If a program failed, with what it printed.
   """
   spec = programs.write_spec(directory, workers=workers)
+  made_with = claims.circumstances(claims.commit())
   data = [f"--dataset={FLAGS.dataset}", f"--train_dir={directory}/run"]
   if FLAGS.data_dir:
     data.append(f"--data_dir={FLAGS.data_dir}")
@@ -156,6 +166,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
     "staleness_95": max((s[1] for s in staleness), default=0),
     "staleness_max": max((s[2] for s in staleness), default=0),
     "precision": float(_PRECISION.search(evaluated).group(1)),
+    **made_with,
   }
 
 
@@ -206,8 +217,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _write(rows: Sequence[dict]) -> None:
   report = {
-    "machine": claims.machine(),
-    "date": datetime.date.today().isoformat(),
     "num_examples": FLAGS.num_examples,
     "batch_size": FLAGS.batch_size,
     "slow_down": FLAGS.slow_down,

@@ -76,6 +76,7 @@ def measure(cell: Cell, racer) -> dict:
   """
   from experiments.support import race_task
 
+  revision = claims.commit()
   absence = race_task.conditions()[cell.condition].absence(cell.workers)
   with tempfile.TemporaryDirectory() as name:
     directory = pathlib.Path(name)
@@ -125,6 +126,7 @@ def measure(cell: Cell, racer) -> dict:
     "absence": absence and [absence.start, absence.end],
     "real": real,
     "virtual": virtual,
+    "commit": revision,
     "date": datetime.date.today().isoformat(),
     "machine": claims.machine(),
     "load": os.getloadavg()[0],

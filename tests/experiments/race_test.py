@@ -243,16 +243,6 @@ class SearchTest(parameterized.TestCase):
     self.assertLen(tried, 5)
 
 
-class OldCellTest(absltest.TestCase):
-  def test_marks_the_rate(self):
-    cells = _cells(even=[9.0, 19.0, 14.0])
-    self.assertNotIn("0.1*", race.table(cells))
-    del cells["async", "even", 4]["examples_apart"]
-    self.assertTrue(race.is_old(cells["async", "even", 4]))
-    self.assertIn("| 0.1* |", race.table(cells))
-    self.assertIn("earlier criterion", race.table(cells))
-
-
 class FindTest(parameterized.TestCase):
   @parameterized.parameters(
     ([11.0, 21.0, 16.0], [5.0, 9.0, 8.0], claims.HOLDS),
