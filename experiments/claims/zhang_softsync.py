@@ -1,7 +1,7 @@
 """Repeats a published experiment with 30 learners and the n-softsync rule.
 
   python -m experiments.claims.zhang_softsync [--quick]
-    [--num_seeds=1] [--output=DIR]
+    [--num_seeds=5] [--output=DIR]
 
 With n-softsync, an update is made of 30 / n gradients, so that gradients are
 about n updates late. The experiment is that of Zhang et al. 2015 with CIFAR-10,

@@ -20,6 +20,7 @@ from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
 from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.runtime import datasets
 from tf_replicas.runtime import resources
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
@@ -122,7 +123,7 @@ def play(
     The mean loss of each part that was finished, and the variables at the end.
   """
   store = build(rule, replica)
-  iterator = iter(replica.dataset_fn(1, 0, 0))
+  iterator = iter(datasets.untuned(replica.dataset_fn(1, 0, 0)))
 
   def loop(index):
     return replica_loop.ReplicaLoop(rule, replica, iterator, index, device=_CPU)
