@@ -213,7 +213,8 @@ CLAIM = claims.Claim(
     " no other worker waits for them. The slow worker may run for a fifth of"
     " the time of the others. But all share the cores of one machine, so it was"
     " not slower by so much: where updates wait for all, it was busy about 3"
-    " times as long per update. The last number of the table shows the same."
+    " times as long per update. The last number of the table expects 5 times,"
+    " and is outside its bounds for this reason."
   ),
   measure=measure,
   find=find,
