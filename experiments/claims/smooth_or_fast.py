@@ -331,16 +331,11 @@ CLAIM = claims.Claim(
     " mean loss of a synchronous update scatters half as much even if the"
     " variables are the same. The scatter in the table is computed from the"
     f" differences between neighboring points, and scaled to {POINT_EXAMPLES}"
-    " examples. A few jumps of the loss make up most of it. They are more"
-    " frequent in synchronous training with 4 workers, which has 4 times the"
-    " learning rate. With the median of the squared differences instead of the"
-    " mean, jumps hardly count, and the asynchronous loss scatters more: so"
-    " the answer depends on whether jumps count. The other plots show how long"
-    " the examples took. With one slow worker, every update of synchronous"
-    " training waits for this worker. Other programs used the two cores"
-    " meanwhile, so the speeds differ much from seed to seed, and asynchronous"
-    " training with 4 workers was also faster when all workers were equal. So"
-    " its gain there cannot be ascribed to the slow worker."
+    " examples. The seeds disagree about which loss scatters more, also if the"
+    " median of the squared differences is used instead of the mean, so that"
+    " jumps of the loss hardly count. The other plots show how long the"
+    " examples took. With one slow worker, every update of synchronous training"
+    " waits for this worker."
   ),
   measure=measure,
   find=find,
