@@ -55,6 +55,7 @@ def rules(workers: int) -> list[Rule]:
     workers: The number of workers, on which some settings depend.
   """
   most = 2 * (workers - 1)
+  parts = max(1, workers // 2)
   return [
     Rule("sync", [], workers),
     Rule(
@@ -85,9 +86,9 @@ def rules(workers: int) -> list[Rule]:
       1,
     ),
     Rule(
-      f"softsync, {max(1, workers // 2)}",
-      ["--update=softsync", f"--softsync_n={max(1, workers // 2)}"],
-      workers // max(1, workers // 2),
+      f"softsync, {parts}",
+      ["--update=softsync", f"--softsync_n={parts}"],
+      workers // parts,
     ),
     Rule(
       "model_average, every 20 steps",

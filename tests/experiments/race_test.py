@@ -143,7 +143,6 @@ def _cell(rule, condition, workers, times):
     "rule": rule,
     "condition": condition,
     "workers": workers,
-    "examples_apart": race.EXAMPLES_APART,
     "rate": 0.1,
     "search": [{"rate": 0.1, "limit": 100.0, "seconds": [10.0, 11.0]}],
     "runs": runs,
