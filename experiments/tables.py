@@ -62,6 +62,7 @@ _TRAININGS = {
   "between_graph": "The tutorial's network, between-graph: 2,000 updates of 2 x"
   " 128 images",
   "in_graph": "The same, in-graph",
+  "tutorial": "The tutorial's network, one device, 20 epochs",
   "modern": "The tutorial's network with `--recipe=modern`, one device, 40"
   " epochs",
   "modern_10_epochs": "The same with 10 epochs",
