@@ -409,7 +409,7 @@ def _draw_turns(axis, run, title: str) -> None:
   axis.set_yticks(range(len(TURN_SECS)), [*FAST, f"{SLOW}, slow"])
   axis.invert_yaxis()
   axis.set_xlim(0, SHOWN_SECS)
-  axis.set_xlabel("seconds; grey: waits; black line: update")
+  axis.set_xlabel("seconds; gray: waits; black line: update")
   axis.set_title(title)
 
 
