@@ -1,6 +1,8 @@
 """Tests for experiments.numbers: every measured number has its data."""
 
 import json
+import pathlib
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -63,8 +65,16 @@ class NumbersTest(absltest.TestCase):
     also = _STORED.format("; also: 12.3456")
     self.assertEmpty(_problems(also + "It costs 12.3456%.\n"))
 
+  def _store(self, data):
+    """Stores the only data that the comments of this test may name."""
+    directory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    self.enter_context(mock.patch.object(numbers, "ROOT", directory))
+    (directory / "experiments").mkdir()
+    (directory / "experiments" / "fit.json").write_text(json.dumps(data))
+
   def test_a_comment_may_compute_a_number(self):
-    stored = "<!-- measured: results/fit.json; 2026-11-25; {} -->\n\nA 0.99.\n"
+    self._store({"rounds": 8 * [{"fit": 99.0, "loop": 100.0}]})
+    stored = "<!-- measured: fit.json; 2026-11-25; {} -->\n\nA 0.99.\n"
     for words, problems in {
       'computed: 0.99 = mean(r["fit"] / r["loop"] for r in x["rounds"])'
       "; 3 = len(xs)": 0,
@@ -78,7 +88,8 @@ class NumbersTest(absltest.TestCase):
       self.assertLen(_problems(stored.format(words)), problems, words)
 
   def test_raw_measurements_do_not_suffice(self):
-    text = "<!-- measured: results/fit.json; 2026-11-25 -->\n\n167.44.\n"
+    self._store({"rounds": [{"fit": 167.44}]})
+    text = "<!-- measured: fit.json; 2026-11-25 -->\n\n167.44.\n"
     self.assertLen(_problems(text), 1)
 
   def test_a_generated_table_may_be_the_source(self):
@@ -101,9 +112,10 @@ class NumbersTest(absltest.TestCase):
     self.assertLen(_problems(stored.replace("-25", "") + "16 MiB.\n"), 1)
 
   def test_data_must_exist_and_have_a_date(self):
-    (what,) = _problems("<!-- measured: results/none.json -->\n\n0.5\n")
+    self._store({"findings": [{"values": [0.5]}]})
+    (what,) = _problems("<!-- measured: none.json -->\n\n0.5\n")
     self.assertIn("does not exist", what)
-    (what,) = _problems("<!-- measured: results/fit.json -->\n\n0.5\n")
+    (what,) = _problems("<!-- measured: fit.json -->\n\n0.5\n")
     self.assertIn("has no date", what)
 
 
