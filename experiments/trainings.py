@@ -250,12 +250,7 @@ def draw(stored: Mapping[str, Mapping[str, Any]], path: pathlib.Path) -> None:
     ValueError: If matplotlib is missing.
   """
   claims.require_matplotlib()
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=120)
+  figure, axes = claims.new_figure(7, 4.2)
   for name in ("tutorial", "modern"):
     points = by_epochs(stored[name])
     label = f"{name} (last: {points[-1][1]:.4f})"
@@ -269,8 +264,7 @@ def draw(stored: Mapping[str, Mapping[str, Any]], path: pathlib.Path) -> None:
   axes.set_title("The tutorial's network by two recipes")
   axes.grid(alpha=0.3)
   axes.legend(loc="lower right")
-  figure.tight_layout()
-  figure.savefig(path)
+  figure.savefig(path, dpi=120)
 
 
 def main(argv: Sequence[str]) -> None:
