@@ -103,8 +103,9 @@ class Counts(NamedTuple):
   Attributes:
     applied: The number of contributions used in an update.
     surplus: The number of contributions that were refused for another reason
-      than their age: N others came first, or the replica was declared lost or
-      exceeded a deadline before its gradients had arrived.
+      than their age: N others came first, the replica was declared lost or
+      exceeded a deadline before its gradients had arrived, or a new chief
+      dropped them.
     late: `late[k - 1]` is the number of contributions that were refused because
       their variables were k steps old. The last element also counts older ones.
     staleness: `staleness[k]` is the number of used contributions whose

@@ -835,6 +835,7 @@ class SuccessionTest(Case):
     self._succeed()
     self.assertEqual(old.release(), (0, 0))
     self.assertEqual(self.statuses(), [COMPUTING, COMPUTING])
+    self.assertEqual(self.counts(UNUSED), [1, 0])
     calls = [self.offer(r, 10**r, loss=1.0, examples=1) for r in (0, 1)]
     collected = self.chief.collect()
     self.assertEqual(int(collected.examples), 2)
@@ -849,6 +850,7 @@ class SuccessionTest(Case):
     _, admitted, waiting = self.start_in_order((0, 100), (1, 50))
     self._succeed()
     self.assertEqual(waiting.release(), (0, 0))
+    self.assertEqual(self.counts(UNUSED), [1, 1])
     call = self.offer(1, 1)
     self.assertEqual(self.chief.step(), 1)
     self.assertEqual(call.release(), (1, 1))
@@ -858,6 +860,8 @@ class SuccessionTest(Case):
     call = self.offer(0, 10, step=1)
     self.assertEqual(self.chief.step(), 10)
     self.assertEqual(call.release(), (1, 2))
+    self.assertEqual(self.counts(APPLIED), [1, 1])
+    self.assertEqual(self.counts(UNUSED), [1, 1])
 
   def test_an_earlier_chief_leaves_the_messages_to_the_new_one(self):
     self.begin(1, 1)

@@ -431,6 +431,22 @@ class MorePlacesTest(absltest.TestCase):
     self.assertEqual(desk.status, [ADMITTED, ADMITTED])
     self.assertEqual(desk.counts, [_counts(applied=3), _counts(surplus=1)])
 
+  def test_a_step_that_begins_anew_refuses_all_it_had(self):
+    desk = Desk(2, 3)
+    desk.offer(0, 1)
+    desk.deliver(0, 1, examples=8, loss=2.0, time=5.0)
+    desk.deliver(0, 2)
+    desk.offer(1, 10)
+    state = ledger.cleared(desk.state)
+    expected = [_counts(surplus=3), _counts(surplus=1)]
+    self.assertEqual(np.asarray(state.counts).tolist(), expected)
+    empty = ledger.new_ledger(2, 3)
+    for name in set(ledger.Ledger._fields) - {"counts", "held_up"}:
+      with self.subTest(name):
+        np.testing.assert_array_equal(
+          getattr(state, name), getattr(empty, name)
+        )
+
   def test_who_waits_comes_before_who_delivered(self):
     desk = Desk(3, 4)
     for replica in range(3):
@@ -884,6 +900,11 @@ class RandomSequencesTest(parameterized.TestCase):
     num_open = desk.status.count(WAITING) + desk.status.count(ADMITTED)
     num_open += len(desk.accepted)
     self.assertEqual(rows.sum(), num_offered + num_continued - num_open)
+    # A new chief refuses those that are open.
+    cleared = ledger.cleared(desk.state)
+    self.assertEqual(
+      np.asarray(cleared.counts).sum(), num_offered + num_continued
+    )
 
 
 if __name__ == "__main__":

@@ -179,12 +179,13 @@ class Contributions:
     Args:
       keep_counts: Whether to keep what was counted since the start of training:
         the number of contributions of each replica by outcome, and the time for
-        which steps waited for this replica only.
+        which steps waited for this replica only. The contributions that are
+        dropped then count as refused.
     """
-    empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
     if keep_counts:
-      old = self._snapshot()
-      empty = empty._replace(counts=old.counts, held_up=old.held_up)
+      empty = ledger_lib.cleared(self._snapshot())
+    else:
+      empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
     self._taker.assign(self._number)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
@@ -194,8 +195,8 @@ class Contributions:
     """Drops all contributions so far, and lets the waiting replicas continue.
 
     A contribution is one replica's gradients for one update. The waiting
-    replicas get the reply VOID: their contribution was not used. The counts of
-    contributions since the start of training are kept.
+    replicas get the reply VOID: their contribution was not used, and counts as
+    refused. The counts since the start of training are kept.
     """
     self.initialize(keep_counts=True)
     with tf.device(self._device):

@@ -35,7 +35,7 @@ class Column(enum.IntEnum):
     SURPLUS: Contributions that were refused because N others came first, or
       because of what happened before their gradients had arrived: their replica
       was lost, exceeded a deadline, or made another offer, as a replica does
-      that was started again.
+      that was started again. Also those that a new chief has dropped.
     LATE: The first of `protocol.MAX_LATE` columns: column `LATE - 1 + k` is for
       contributions that were refused because they were computed from variables
       k steps old. The last of these columns is also for older ones.
@@ -225,6 +225,26 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
     delivered_at=np.float64(step_token.NEVER),
     counts=np.zeros([num_replicas, NUM_COLUMNS], np.int64),
     held_up=np.zeros([num_replicas], np.float64),
+  )
+
+
+def cleared(ledger: Ledger) -> Ledger:
+  """Returns the ledger of a step that begins anew, without contributions.
+
+  A contribution is one replica's gradients for one update. Those that the step
+  had accepted or admitted, and those that waited, count as refused. This is a
+  pure function.
+
+  Args:
+    ledger: The recorded state of the step so far.
+  """
+  refused = _num_accepted(ledger)
+  for status in (protocol.Status.WAITING, protocol.Status.ADMITTED):
+    refused += tf.cast(ledger.status == status, tf.int64)
+  empty = new_ledger(ledger.status.shape[0], ledger.accepted.shape[0])
+  return empty._replace(
+    counts=ledger.counts + _in_column(refused, Column.SURPLUS),
+    held_up=ledger.held_up,
   )
 
 
