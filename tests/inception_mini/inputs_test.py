@@ -211,11 +211,12 @@ def test_leased_units_are_the_epoch_whoever_takes_them(lengths):
 def test_every_epoch_leases_the_shards_in_another_order():
   lengths = (1,) * 64
   units = inputs.leased_units(numbered_source(lengths))
-  first, second = (
-    [leased([n], lengths)[0] for n in range(e * units, (e + 1) * units)]
-    for e in range(2)
-  )
-  assert first != second and sorted(first) == sorted(second)
+  begins = []
+  for begin in (0, units):
+    whole = leased(range(begin, begin + units), lengths)
+    assert sorted(whole) == list(range(64))
+    begins.append([leased([begin + n], lengths) for n in range(6)])
+  assert begins[0] != begins[1]
 
 
 def test_a_leased_example_looks_as_in_a_fixed_part():

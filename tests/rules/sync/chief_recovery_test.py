@@ -48,7 +48,10 @@ class UpdateMarkTest(stores.TestCase):
   def _succeed(self):
     """A second chief waits for the end; returns for how many seconds."""
     began = time.monotonic()
-    _store_and_mark()[1].await_end()
+    is_inconsistent = _store_and_mark()[1].await_end()
+    self.assertEqual(
+      is_inconsistent, self._step() == chief_recovery.INCONSISTENT
+    )
     return time.monotonic() - began
 
   def _succeed_patiently(self):
@@ -92,6 +95,7 @@ class UpdateMarkTest(stores.TestCase):
     self.assertEqual(self._step(), 1)
     self._succeed()
     self.assertEqual(self._step(), chief_recovery.INCONSISTENT)
+    self._succeed()  # Nor does the next chief find them consistent.
     # No step is negative: it is taken for none of them.
     self.assertLess(chief_recovery.INCONSISTENT, 0)
     # A checkpoint mends it, for this chief and for the next.

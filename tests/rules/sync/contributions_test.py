@@ -821,10 +821,10 @@ class EndTest(Case):
 
 
 class SuccessionTest(Case):
-  def _succeed(self):
+  def _succeed(self, is_restored=False):
     """A second chief begins; returns the first."""
     first, self.chief = self.chief, self.training.successor
-    self.chief.side.begin_anew()
+    self.chief.side.begin_anew(is_restored=is_restored)
     return first
 
   def test_what_was_delivered_to_an_earlier_chief_is_void(self):
@@ -862,6 +862,24 @@ class SuccessionTest(Case):
     self.assertEqual(call.release(), (1, 2))
     self.assertEqual(self.counts(APPLIED), [1, 1])
     self.assertEqual(self.counts(UNUSED), [1, 1])
+
+  def test_what_was_computed_before_a_restore_is_refused(self):
+    """Even if its step fits: the training has come to this step again."""
+    self.begin(3, 1)
+    _, admitted, waiting = self.start_in_order((0, 100), (1, 50))
+    self._succeed(is_restored=True)
+    self.assertEqual(waiting.release(), (0, 0))
+    collecting = self.chief.start_collect()
+    computed_before = self.offer(2, 200)
+    self.assertEqual(computed_before.release(), (0, 0))
+    self.let_travel(0)  # Void, and 0 reads the variables anew, as 1 did.
+    self.assertEqual(admitted.release(), (0, 0))
+    call = self.offer(0, 1)
+    self.assertEqual(self.chief.finish(collecting.result()), 1)
+    self.assertEqual(call.release(), (1, 1))
+    call = self.offer(2, 100, step=1)
+    self.assertEqual(self.chief.step(), 100)
+    self.assertEqual(call.release(), (1, 2))
 
   def test_an_earlier_chief_leaves_the_messages_to_the_new_one(self):
     self.begin(1, 1)

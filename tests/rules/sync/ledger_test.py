@@ -460,6 +460,33 @@ class MorePlacesTest(absltest.TestCase):
     self.assertEqual(desk.status, [ADMITTED, LOST, ADMITTED])
 
 
+class RestoredTest(absltest.TestCase):
+  """The variables were restored: `cleared` with `is_restored`."""
+
+  def test_what_was_computed_before_is_refused_once(self):
+    desk = Desk(3, 1, step=5)
+    desk.offer(0, 1)
+    desk.offer(1, 2)
+    # 0 is admitted, 1 waits, 2 computes.
+    desk.state = ledger.cleared(desk.state, is_restored=True)
+    tags = [-1, -1, ledger.ABANDONED]
+    self.assertEqual(np.asarray(desk.state.tag).tolist(), tags)
+    self.assertEqual(desk.offer(2, 30), [(2, 30, RELEASE)])
+    self.assertEqual(desk.offer(1, 20), [(1, 20, ADMIT)])
+    self.assertEqual(desk.offer(2, 31), [])
+    expected = [_counts(surplus=1)] * 2
+    expected += [_counts(**{f"late_{MAX_LATE}": 1})]
+    self.assertEqual(desk.counts, expected)
+
+  def test_a_replica_may_be_lost_meanwhile(self):
+    desk = Desk(2, 1)
+    desk.state = ledger.cleared(desk.state, is_restored=True)
+    self.assertEqual(desk.lose(0, ledger.ABANDONED), [])
+    self.assertEqual(desk.status, [LOST, COMPUTING])
+    self.assertEqual(desk.offer(0, 7), [(0, 7, RELEASE)])
+    self.assertEqual(desk.offer(0, 8), [(0, 8, ADMIT)])
+
+
 class DeadlineTest(parameterized.TestCase):
   """Steps that exceed their deadline."""
 

@@ -69,7 +69,7 @@ class UpdateInProgress:
       with tf.control_dependencies([self._begun.assign(step)]):
         return tf.identity(step)
 
-  def await_end(self) -> None:
+  def await_end(self) -> bool:
     """Waits until no update of an earlier chief is in progress.
 
     It waits for 5 s, and 1 s more per 20 MB of variables. (An update changes
@@ -78,6 +78,9 @@ class UpdateInProgress:
     inconsistent. The global step is then set to `INCONSISTENT` (-2) until a
     checkpoint is restored. Gradients that replicas compute meanwhile are
     refused.
+
+    Returns:
+      Whether the variables are inconsistent.
     """
     dense = [spec for spec in self._store.specs if spec.table is None]
     num_bytes = sum(spec.num_bytes for spec in dense)
@@ -85,9 +88,11 @@ class UpdateInProgress:
     deadline = time.monotonic() + patience_secs
     while self._is_under_way() and time.monotonic() < deadline:
       time.sleep(0.1)
-    if self._is_under_way():
-      self._store.global_step.assign(INCONSISTENT)
-      resources.flush_assignments([self._store.global_step])
+    if not self._is_under_way():
+      return int(self._store.read_global_step()) == INCONSISTENT
+    self._store.global_step.assign(INCONSISTENT)
+    resources.flush_assignments([self._store.global_step])
+    return True
 
   def _is_under_way(self) -> bool:
     return int(self._begun.read_value()) == int(self._store.read_global_step())

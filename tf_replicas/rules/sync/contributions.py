@@ -168,7 +168,9 @@ class Contributions:
     )
     self._snapshot = resources.remote_reader(self._read)
 
-  def initialize(self, *, keep_counts: bool = False) -> None:
+  def initialize(
+    self, *, keep_counts: bool = False, is_restored: bool = False
+  ) -> None:
     """Clears the ledger, so that no earlier contribution is used any more.
 
     The ledger is a set of variables that record the state of the step and of
@@ -181,9 +183,13 @@ class Contributions:
         the number of contributions of each replica by outcome, and the time for
         which steps waited for this replica only. The contributions that are
         dropped then count as refused.
+      is_restored: Whether the variables have been restored from a checkpoint,
+        so that what replicas compute at present is refused; only with
+        `keep_counts`.
     """
     if keep_counts:
-      empty = ledger_lib.cleared(self._snapshot())
+      old = self._snapshot()
+      empty = ledger_lib.cleared(old, is_restored=is_restored)
     else:
       empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
     self._taker.assign(self._number)
@@ -191,14 +197,18 @@ class Contributions:
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
     resources.flush_assignments([self._taker])
 
-  def begin_anew(self) -> None:
+  def begin_anew(self, *, is_restored: bool = False) -> None:
     """Drops all contributions so far, and lets the waiting replicas continue.
 
     A contribution is one replica's gradients for one update. The waiting
     replicas get the reply VOID: their contribution was not used, and counts as
     refused. The counts since the start of training are kept.
+
+    Args:
+      is_restored: Whether the variables have been restored from a checkpoint.
+        What the other replicas compute at present is then refused too.
     """
-    self.initialize(keep_counts=True)
+    self.initialize(keep_counts=True, is_restored=is_restored)
     with tf.device(self._device):
       until_now = -step_token.microseconds(step_token.now())
       verdicts = tf.fill([self.num_replicas], int(Verdict.VOID))

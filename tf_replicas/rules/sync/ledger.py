@@ -49,6 +49,9 @@ class Column(enum.IntEnum):
   LATE = 2
 
 
+# `Ledger.tag` of a replica that may compute from variables that a checkpoint
+# has replaced. Its next offer is refused.
+ABANDONED = -2
 MISSED = Column.LATE + protocol.MAX_LATE
 NUM_COLUMNS = MISSED + 1
 
@@ -101,7 +104,9 @@ class Ledger(NamedTuple):
 
   Attributes:
     status: [R], the `protocol.Status` of each replica.
-    tag: [R], the tag of each replica's last contribution; -1 before the first.
+    tag: [R], the tag of each replica's last contribution; -1 before the first;
+      `ABANDONED` (-2) if the variables have been restored from a checkpoint
+      since.
     accepted: [N, 2], a row for each place of the step, with the fields of
       `Place`: which contribution has arrived for it.
     examples: Scalar, the number of examples in the accepted contributions.
@@ -228,7 +233,7 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
   )
 
 
-def cleared(ledger: Ledger) -> Ledger:
+def cleared(ledger: Ledger, *, is_restored: bool = False) -> Ledger:
   """Returns the ledger of a step that begins anew, without contributions.
 
   A contribution is one replica's gradients for one update. Those that the step
@@ -237,11 +242,17 @@ def cleared(ledger: Ledger) -> Ledger:
 
   Args:
     ledger: The recorded state of the step so far.
+    is_restored: Whether the variables have been restored from a checkpoint. A
+      replica without an open contribution then computes from variables that are
+      not in use any more, and its next offer is refused.
   """
   refused = _num_accepted(ledger)
   for status in (protocol.Status.WAITING, protocol.Status.ADMITTED):
     refused += tf.cast(ledger.status == status, tf.int64)
   empty = new_ledger(ledger.status.shape[0], ledger.accepted.shape[0])
+  if is_restored:
+    tag = tf.where(_is_open(ledger), empty.tag, ABANDONED)
+    empty = empty._replace(tag=tag)
   return empty._replace(
     counts=ledger.counts + _in_column(refused, Column.SURPLUS),
     held_up=ledger.held_up,
@@ -297,6 +308,8 @@ def record(
   # The chief may have gone back to an older checkpoint. What was computed from
   # variables of a later step is then not of this training any more.
   is_abandoned = message.step > step
+  is_sender = _is_sender(ledger, message)
+  is_abandoned |= tf.reduce_any(is_sender & (ledger.tag == ABANDONED))
   steps_late = tf.where(
     is_abandoned, tf.int64.max, tf.maximum(step - message.step, 0)
   )
@@ -336,12 +349,10 @@ def record(
     ),
   )
 
-  is_open = ledger.status >= protocol.Status.WAITING
-  is_open &= ledger.status < protocol.Status.LOST
   none = tf.fill(ledger.status.shape, tf.cast(protocol.Verdict.NONE, tf.int64))
   flush = _set(none, event.is_void, message.tag)
   flush = tf.where(
-    (event.is_offer & is_open) | gave_up_place, ledger.tag, flush
+    (event.is_offer & _is_open(ledger)) | gave_up_place, ledger.tag, flush
   )
   verdict = _set(none, event.is_late, protocol.Verdict.RELEASE)
   return recorded, Replies(verdict, flush)
@@ -356,8 +367,7 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
     is_late: bool scalar, whether the message is about variables of another
       step.
   """
-  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
-  this = replicas == message.replica
+  this = _is_sender(ledger, message)
   is_last = ledger.tag == message.tag
   was_admitted = ledger.status == protocol.Status.ADMITTED
   is_offer = this & (message.kind == protocol.MessageType.OFFER)
@@ -370,6 +380,12 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
     is_void=is_delivery & ~is_last,
     is_lost=is_loss & is_last & ~is_waiting(ledger),
   )
+
+
+def _is_sender(ledger: Ledger, message: Message) -> tf.Tensor:
+  """Returns, as bool [R], which of the R replicas a message is about."""
+  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
+  return replicas == message.replica
 
 
 def _accept(
@@ -470,6 +486,19 @@ def is_waiting(ledger: Ledger) -> tf.Tensor:
   return (ledger.status == protocol.Status.WAITING) | (
     ledger.status == protocol.Status.DELIVERED
   )
+
+
+def _is_open(ledger: Ledger) -> tf.Tensor:
+  """Returns, as bool [R], which of the R replicas have an open contribution.
+
+  A contribution is one replica's gradients for one update. It is open from the
+  replica's offer until the step has used or refused it.
+
+  Args:
+    ledger: The recorded state of the step.
+  """
+  is_open = ledger.status >= protocol.Status.WAITING
+  return is_open & (ledger.status < protocol.Status.LOST)
 
 
 def settle(

@@ -287,6 +287,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._unreported: list[_StepReport] = []
     self._mark = chief_recovery.UpdateInProgress(store)
     self._is_successor = False
+    self._was_inconsistent = False
     self.is_built = True
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
@@ -303,7 +304,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     if resumed:
       # An earlier chief's `apply_updates` may live on at the PS; this ends it.
       self.interrupt()
-      self._mark.await_end()
+      self._was_inconsistent = self._mark.await_end()
       self._is_successor = True
     else:
       self._contributions.initialize()
@@ -319,11 +320,13 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def start(self) -> None:
     """Drops the gradients that replicas have offered to an earlier chief.
 
+    If that chief left the variables inconsistent, drops also the gradients that
+    replicas compute at present, from variables that a checkpoint has replaced.
     Does nothing if there was no earlier chief. The chief calls it once, after
     all variables have their values.
     """
     if self._is_successor:
-      self._contributions.begin_anew()
+      self._contributions.begin_anew(is_restored=self._was_inconsistent)
 
   def signature(self) -> dict[str, object]:
     """Returns the settings that must be equal in the chief and all workers.
