@@ -249,7 +249,7 @@ def cleared(ledger: Ledger, *, is_restored: bool = False) -> Ledger:
   refused = _num_accepted(ledger)
   for status in (protocol.Status.WAITING, protocol.Status.ADMITTED):
     refused += tf.cast(ledger.status == status, tf.int64)
-  empty = new_ledger(ledger.status.shape[0], ledger.accepted.shape[0])
+  empty = new_ledger(len(ledger.status), len(ledger.accepted))
   if is_restored:
     tag = tf.where(_is_open(ledger), empty.tag, ABANDONED)
     empty = empty._replace(tag=tag)
