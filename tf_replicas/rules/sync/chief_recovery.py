@@ -88,11 +88,10 @@ class UpdateInProgress:
     deadline = time.monotonic() + patience_secs
     while self._is_under_way() and time.monotonic() < deadline:
       time.sleep(0.1)
-    if not self._is_under_way():
-      return int(self._store.read_global_step()) == INCONSISTENT
-    self._store.global_step.assign(INCONSISTENT)
-    resources.flush_assignments([self._store.global_step])
-    return True
+    if self._is_under_way():
+      self._store.global_step.assign(INCONSISTENT)
+      resources.flush_assignments([self._store.global_step])
+    return int(self._store.read_global_step()) == INCONSISTENT
 
   def _is_under_way(self) -> bool:
     return int(self._begun.read_value()) == int(self._store.read_global_step())

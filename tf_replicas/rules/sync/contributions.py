@@ -168,9 +168,7 @@ class Contributions:
     )
     self._snapshot = resources.remote_reader(self._read)
 
-  def initialize(
-    self, *, keep_counts: bool = False, is_restored: bool = False
-  ) -> None:
+  def initialize(self, *, keep_counts: bool = False) -> None:
     """Clears the ledger, so that no earlier contribution is used any more.
 
     The ledger is a set of variables that record the state of the step and of
@@ -183,15 +181,16 @@ class Contributions:
         the number of contributions of each replica by outcome, and the time for
         which steps waited for this replica only. The contributions that are
         dropped then count as refused.
-      is_restored: Whether the variables have been restored from a checkpoint,
-        so that what replicas compute at present is refused; only with
-        `keep_counts`.
     """
     if keep_counts:
-      old = self._snapshot()
-      empty = ledger_lib.cleared(old, is_restored=is_restored)
+      self._initialize(ledger_lib.cleared(self._snapshot()))
     else:
-      empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
+      self._initialize(
+        ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
+      )
+
+  def _initialize(self, empty: ledger_lib.Ledger) -> None:
+    """Writes a ledger without contributions, and takes over the inbox."""
     self._taker.assign(self._number)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
@@ -208,7 +207,8 @@ class Contributions:
       is_restored: Whether the variables have been restored from a checkpoint.
         What the other replicas compute at present is then refused too.
     """
-    self.initialize(keep_counts=True, is_restored=is_restored)
+    old = self._snapshot()
+    self._initialize(ledger_lib.cleared(old, is_restored=is_restored))
     with tf.device(self._device):
       until_now = -step_token.microseconds(step_token.now())
       verdicts = tf.fill([self.num_replicas], int(Verdict.VOID))

@@ -49,11 +49,11 @@ class Column(enum.IntEnum):
   LATE = 2
 
 
+MISSED = Column.LATE + protocol.MAX_LATE
+NUM_COLUMNS = MISSED + 1
 # `Ledger.tag` of a replica that may compute from variables that a checkpoint
 # has replaced. Its next offer is refused.
 ABANDONED = -2
-MISSED = Column.LATE + protocol.MAX_LATE
-NUM_COLUMNS = MISSED + 1
 
 
 class Place(NamedTuple):
@@ -105,8 +105,8 @@ class Ledger(NamedTuple):
   Attributes:
     status: [R], the `protocol.Status` of each replica.
     tag: [R], the tag of each replica's last contribution; -1 before the first;
-      `ABANDONED` (-2) if the variables have been restored from a checkpoint
-      since.
+      `ABANDONED` (-2) if the replica may compute from variables that a
+      checkpoint has replaced.
     accepted: [N, 2], a row for each place of the step, with the fields of
       `Place`: which contribution has arrived for it.
     examples: Scalar, the number of examples in the accepted contributions.
@@ -306,10 +306,9 @@ def record(
     alone. `settle` and `finish` return all other replies.
   """
   # The chief may have gone back to an older checkpoint. What was computed from
-  # variables of a later step is then not of this training any more.
-  is_abandoned = message.step > step
-  is_sender = _is_sender(ledger, message)
-  is_abandoned |= tf.reduce_any(is_sender & (ledger.tag == ABANDONED))
+  # variables before that is then not of this training any more.
+  is_abandoned = _is_sender(ledger, message) & (ledger.tag == ABANDONED)
+  is_abandoned = (message.step > step) | tf.reduce_any(is_abandoned)
   steps_late = tf.where(
     is_abandoned, tf.int64.max, tf.maximum(step - message.step, 0)
   )
