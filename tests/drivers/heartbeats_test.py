@@ -140,8 +140,9 @@ class HeartbeatsTest(stores.TestCase):
     chief.begin_next(b"a call")
     _table(stores.device(0)).initialize(2)
     chief.attach_again(10)
-    chief.publish({"rule": 2})
     other.attach_again(10)
+    self.assertEqual(other.number(), heartbeat_table.NOT_BEGUN)
+    chief.publish({"rule": 2})
     self.assertEqual(
       (other.number(), other.call(), other.published()),
       (2, b"a call", {"rule": 2}),
@@ -233,6 +234,8 @@ class HeartbeatsTest(stores.TestCase):
   @mock.patch.object(heartbeats, "BEAT_SECS", 3600)
   def test_trainings_follow_each_other(self):
     chief, other = self._clients(2)
+    self.assertEqual(other.number(), heartbeat_table.NOT_BEGUN)
+    chief.begin_series()
     self.assertEqual((other.number(), other.call()), (1, b""))
     chief.publish({"rule": 1})
     chief.open_training()
@@ -244,6 +247,8 @@ class HeartbeatsTest(stores.TestCase):
     self.assertEqual((other.number(), other.call()), (2, b"call"))
     self.assertEqual((other.outcome(), other.is_open()), ("", False))
     self.assertIsNone(other.published())
+    chief.begin_series()  # By a restarted process: it has begun already.
+    self.assertEqual(other.number(), 2)
     other.resume()
     self.assertEqual(chief.here(), [1])
 

@@ -71,7 +71,12 @@ def _compare(flags: list[str], replication: str, name: str, **more) -> dict:
   [
     (["--workers=2"], "between_graph", "several_outputs"),
     (["--workers=2", "--chief"], "in_graph", "recurrent"),
-    (["--workers=3", "--ps=2"], "between_graph", "own_step"),
+    pytest.param(
+      ["--workers=3", "--ps=2"],
+      "between_graph",
+      "own_step",
+      marks=pytest.mark.exhaustive,
+    ),
     (["--cluster_spec", _MIRRORED], "mirrored", "momentum"),
   ],
 )
@@ -87,12 +92,10 @@ _BOTH_DRIVERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   ("replication", "name"),
-  [
-    ("between_graph", "kinds_rmsprop"),
-    pytest.param("in_graph", "kinds_adam", marks=pytest.mark.exhaustive),
-  ],
+  [("between_graph", "kinds_rmsprop"), ("in_graph", "kinds_adam")],
 )
 def test_many_kinds_of_models_train_as_in_one_process(replication, name):
   """With weights and metrics by output, and with validation.
@@ -318,6 +321,68 @@ def test_a_series_with_failures(tmp_path):
     output,
   ), output
   assert result.returncode == 128 + 9, output
+
+
+_LOST_TOGETHER = """
+import os, pathlib, signal, subprocess
+import keras, numpy as np
+import tf_replicas
+
+(pathlib.Path("tasks") / str(os.getpid())).write_text(
+  os.environ["TF_REPLICAS_TASK"]
+)
+x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
+
+
+class LoseTwoTasks(keras.callbacks.Callback):
+  def on_epoch_end(self, epoch, logs=None):
+    lost = [
+      path.name
+      for path in pathlib.Path("tasks").iterdir()
+      if path.read_text() in ("ps:0", "worker:1")
+    ]
+    if epoch == 1 and len(lost) == 2:
+      here = os.getpid()
+      # This process is the chief.
+      commands = f"kill -KILL {' '.join(lost)}; kill -STOP {here}; sleep 20"
+      subprocess.Popen(["sh", "-c", f"{commands}; kill -CONT {here}"])
+
+
+def train(rate, train_dir, **more):
+  def model_fn():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    return model
+
+  history = tf_replicas.fit(
+    model_fn, x, x, shuffle=False, epochs=4, verbose=0, train_dir=train_dir,
+    **more,
+  )
+  print("WEIGHT", rate, float(history.model.get_weights()[0][0, 0]))
+
+
+train(0.1, "first")
+train(0.2, "second", callbacks=[LoseTwoTasks()])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_worker_and_ps_task_0_are_lost_in_a_later_training(tmp_path):
+  """They are back before the chief tells PS task 0 which training it is."""
+  (tmp_path / "tasks").mkdir()
+  script = tmp_path / "train.py"
+  script.write_text(_LOST_TOGETHER, encoding="utf-8")
+  output = _run(tmp_path, "--workers=2", script.name)
+  assert "recovered from the loss of ps 0" in output
+  (found,) = re.findall(r" WEIGHT 0.2 (.*)", output)
+  x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
+  keras.utils.set_random_seed(1)
+  model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+  model.compile(keras.optimizers.SGD(0.2), "mse")
+  model.fit(x, x, shuffle=False, epochs=4, verbose=0)
+  expected = model.get_weights()[0][0, 0]
+  assert float(found) == pytest.approx(expected, abs=1e-5), output
 
 
 def _run(directory, *arguments: str) -> str:

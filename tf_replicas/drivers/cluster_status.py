@@ -163,7 +163,7 @@ class Status:
     state: "starting", "running" or "ended".
     outcome: How training ended: "finished" or an error; "" before the end.
     number: The number of the training in a series of trainings, from 1 on; 1 if
-      there is no series, 0 after the end of a series.
+      there is no series or its number is not known, 0 after its end.
     rule: The settings of the update rule, by name; empty if not known yet.
     global_step: The number of updates so far; -1 if not known.
     examples_seen: The number of examples in these updates; -1 if not known.
@@ -392,7 +392,7 @@ class ClusterReader:
     generation = json.loads(published)["generation"] if published else 0
     names = [dataclasses.replace(self._namespace, generation=generation)]
     # The trainings of a series have their numbers as names.
-    number = int(table.get("number", 1))
+    number = _number(table)
     if not self._namespace.name:
       names.append(resources.Namespace(str(number), generation))
     wanted = {**_PROGRESS, "rules/in_use": tf.int64}
@@ -576,7 +576,7 @@ def summarize(
     time=now,
     state=state,
     outcome=outcome,
-    number=int(table.get("number", 1)),
+    number=_number(table),
     rule=signature.get("rule", {}),
     global_step=step,
     examples_seen=int(training.get("examples_seen", -1)),
@@ -598,6 +598,12 @@ def summarize(
     waits=tuple(waits),
     faults=tuple(faults),
   )
+
+
+def _number(table: Mapping[str, Any]) -> int:
+  """Returns `Status.number`, from the values of a heartbeat table by name."""
+  number = int(table.get("number", heartbeat_table.NOT_BEGUN))
+  return 1 if number == heartbeat_table.NOT_BEGUN else number
 
 
 def _text(value: Any) -> str:

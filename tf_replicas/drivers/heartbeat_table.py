@@ -21,6 +21,9 @@ _NO_PROCESS = 0
 # The age of a client that rests is less than this: the seconds since its last
 # heartbeat are subtracted.
 RESTS = -2.0
+# The number of the training until the chief has said it. A parameter server
+# that was restarted does not know it either.
+NOT_BEGUN = -1
 
 
 class Answer(NamedTuple):
@@ -64,7 +67,7 @@ class HeartbeatTable:
     signature: The variables and the update rule of the chief, as JSON; "" until
       the chief has published them.
     number: The number of the present training of a series, from 1 on; 0 once
-      the series is over.
+      the series is over; `NOT_BEGUN` (-1) until the chief has published it.
     call: What the chief calls in the present training: bytes that
       `fitting.series` defines; b"" in the first training.
     incarnation: A random number that identifies the process of the serving
@@ -117,7 +120,7 @@ class HeartbeatTable:
     self.is_open.assign(False)
     self.versions.assign(json.dumps(versions.here()))
     self.call.assign(b"")
-    self.number.assign(1)
+    self.number.assign(NOT_BEGUN)
     self.renew()
     self.signature.assign("")
 

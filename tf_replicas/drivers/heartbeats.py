@@ -578,9 +578,9 @@ class Heartbeats:
         that JSON can represent. `published` returns it in the other tasks.
     """
     table = self._first
-    if self.number() != self._number:  # PS task 0 was restarted.
-      table.call.assign(self._call)
-      table.number.assign(self._number)
+    if self.number() != self._number:  # PS task 0 was started or restarted.
+      self._assign(table.call, self._call)
+      self._assign(table.number, self._number)
     table.signature.assign(json.dumps(signature))
     resources.flush_assignments([table.signature])
 
@@ -629,7 +629,9 @@ class Heartbeats:
     """Returns the number of the present training of a series.
 
     The first training has the number 1. Once the series has ended, the number
-    is `OVER` (0).
+    is `OVER` (0). Until the chief has published a number, it is
+    `heartbeat_table.NOT_BEGUN` (-1). It is so again after a restart of PS task
+    0.
     """
     return int(self._first.number.numpy())
 
@@ -643,6 +645,14 @@ class Heartbeats:
       first training, which all tasks begin by themselves.
     """
     return self._first.call.numpy()
+
+  def begin_series(self) -> None:
+    """Begins the first training of a series. Only the chief calls this.
+
+    It does nothing if an earlier process of the chief has begun the series.
+    """
+    if self.number() == heartbeat_table.NOT_BEGUN:
+      self._assign(self._first.number, self._number)
 
   def begin_next(self, call: bytes) -> None:
     """Begins the next training of a series. Only the chief calls this.

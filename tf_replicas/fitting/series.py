@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster as cluster_module
 from tf_replicas.drivers import connection
+from tf_replicas.drivers import heartbeat_table
 from tf_replicas.drivers import heartbeats
 from tf_replicas.drivers import in_graph
 from tf_replicas.fitting import arguments
@@ -32,6 +33,7 @@ from tf_replicas.programs import pickles
 from tf_replicas.runtime import datasets
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
 
 # Bytes of a published call: TensorFlow sends a string of at most 2 GiB.
 _MAX_BYTES = 1 << 30
@@ -114,7 +116,12 @@ class Series:
     Raises:
       RuntimeError: If the cluster is not in its first training any more, and
         this process is the chief. All tasks then end.
+      TimeoutError: If the chief does not begin the series in time.
     """
+    if self._is_chief:
+      self.beats.begin_series()
+    else:
+      self._await_chief()
     self.number = self.beats.number()
     has_ended = self.beats.outcome() == heartbeats.FINISHED
     if self.number == 1 and not has_ended:
@@ -129,6 +136,24 @@ class Series:
       self.number -= 1
     self.beats.rest()
     self._answer_calls()
+
+  def _await_chief(self) -> None:
+    """Waits until PS task 0 knows the number of the present training.
+
+    The chief tells it when the series begins, and after a restart of PS task 0.
+
+    Raises:
+      TimeoutError: If the chief does not do so in time.
+    """
+    try:
+      waiting.await_value(
+        lambda: self.beats.number() != heartbeat_table.NOT_BEGUN,
+        timeout_secs=self.timeout_secs,
+        what=f"{self.task} waits for the chief to begin the training",
+      )
+    except TimeoutError:
+      self.beats.leave()
+      raise
 
   @property
   def _is_chief(self) -> bool:
