@@ -47,6 +47,7 @@ def test_sonnet_learns():
   assert _last_number(_output("sonnet_module.py")) > 0.85
 
 
+@pytest.mark.exhaustive
 def test_the_gan_makes_numbers_like_those_of_the_data():
   assert _last_number(_output("gan.py")) == pytest.approx(4.0, abs=0.8)
 

@@ -112,6 +112,7 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   assert "worker 1: lost" in log
 
 
+@pytest.mark.exhaustive
 def test_two_workers_die_at_once(start_trial):
   trial = start_trial(
     "killed_between_steps", trials.document(1, 3), lost_after_secs=3
@@ -167,9 +168,8 @@ def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
 
-@pytest.mark.parametrize(
-  "is_gated", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_gated", [False, True])
 def test_in_graph_worker_that_hangs_from_the_start_is_given_up(
   start_trial, is_gated
 ):
@@ -224,7 +224,13 @@ def test_a_parameter_server_that_never_answers_ends_its_clients(start_trial):
     assert message in trial.log("worker", index)
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(
   start_trial, replication
 ):
@@ -312,7 +318,7 @@ def _come_back(start_trial, scenario, job, replication):
       marks=pytest.mark.exhaustive,
     ),
     ("chief", "between_graph", (0.1 + 0.3) / 2),
-    ("chief", "in_graph", 0.1),
+    pytest.param("chief", "in_graph", 0.1, marks=pytest.mark.exhaustive),
   ],
 )
 def test_who_comes_back_beside_a_successor_ends(
@@ -324,12 +330,20 @@ def test_who_comes_back_beside_a_successor_ends(
   np.testing.assert_allclose(values, -RATE * mean * np.array(steps), rtol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["worker", "chief"])
+@pytest.mark.parametrize(
+  "job", [pytest.param("worker", marks=pytest.mark.exhaustive), "chief"]
+)
 def test_who_comes_back_ends_where_nobody_waits(start_trial, job):
   _come_back(start_trial, "replaced_asynchronous", job, "between_graph")
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_a_restarted_worker_goes_on_where_the_training_is(
   start_trial, replication
 ):
@@ -435,7 +449,7 @@ def test_half_an_update_is_taken_back(start_trial, replication, mean):
       (0.1 + 0.3 + 0.5) / 3,
       marks=pytest.mark.exhaustive,
     ),
-    ("in_graph", 1, (0.1 + 0.3) / 2),
+    pytest.param("in_graph", 1, (0.1 + 0.3) / 2, marks=pytest.mark.exhaustive),
   ],
 )
 def test_a_parameter_server_dies_in_the_middle_of_an_update(
@@ -476,7 +490,13 @@ def test_half_an_update_that_cannot_be_taken_back_is_an_error(start_trial):
   assert message in trial.log("worker")
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    pytest.param("between_graph", marks=pytest.mark.exhaustive),
+    "in_graph",
+  ],
+)
 def test_what_was_read_is_saved_though_the_parameter_server_died(
   start_trial, replication
 ):
@@ -514,7 +534,7 @@ def _lose_ps(start_trial, replication, index, **options):
   ("replication", "index", "is_async"),
   [
     ("between_graph", 1, False),
-    ("between_graph", 0, True),
+    pytest.param("between_graph", 0, True, marks=pytest.mark.exhaustive),
     ("in_graph", 1, True),
     pytest.param("in_graph", 0, False, marks=pytest.mark.exhaustive),
   ],
@@ -570,6 +590,7 @@ def test_training_goes_on_after_the_loss_of_a_parameter_server(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_server_dies_while_a_worker_comes_back(start_trial):
   trial = start_trial(
     "parameter_server_lost",
@@ -643,7 +664,10 @@ def test_nothing_of_a_worker_that_died_handing_over_is_applied(start_trial):
 
 @pytest.mark.parametrize(
   ("replication", "chief"),
-  [("between_graph", "worker 0"), ("in_graph", "chief 0")],
+  [
+    ("between_graph", "worker 0"),
+    pytest.param("in_graph", "chief 0", marks=pytest.mark.exhaustive),
+  ],
 )
 def test_not_a_number_ends_every_task_with_words(
   start_trial, replication, chief

@@ -47,6 +47,7 @@ def _execute(name: str, monkeypatch) -> dict:
   return ast.literal_eval(outputs[-1].data["text/plain"])
 
 
+@pytest.mark.exhaustive
 def test_what_a_slow_worker_costs(monkeypatch):
   summary = _execute("slow_worker.ipynb", monkeypatch)
   every, backup, bounded, free = summary.values()

@@ -202,7 +202,13 @@ def relaxed(trained, tmp_path_factory):
   return train_dir, first, second
 
 
-@pytest.fixture(scope="module", params=["between_graph", "in_graph"])
+@pytest.fixture(
+  scope="module",
+  params=[
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def switched(request, trained, tmp_path_factory):
   """The synchronous run, continued by one that becomes asynchronous."""
   train_dir = tmp_path_factory.mktemp("switched") / "train"
@@ -259,7 +265,11 @@ class TestAsynchronousTraining:
 
 
 @pytest.mark.parametrize(
-  ("signum", "hangs"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
+  ("signum", "hangs"),
+  [
+    (signal.SIGINT, False),
+    pytest.param(signal.SIGTERM, True, marks=pytest.mark.exhaustive),
+  ],
 )
 def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
   """Also if the step waits for a worker that does not answer any more."""
@@ -281,7 +291,13 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_sigterm_for_all_processes_saves(tmp_path, replication):
   """As a cluster manager sends it: to the launcher and to all tasks."""
   flags = train_flags(
@@ -409,12 +425,10 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
   assert checkpoints.read_finished(tmp_path).global_step == 300
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   ("replication", "clients"),
-  [
-    ("between_graph", ["worker 0", "worker 1"]),
-    pytest.param("in_graph", ["chief 0"], marks=pytest.mark.exhaustive),
-  ],
+  [("between_graph", ["worker 0", "worker 1"]), ("in_graph", ["chief 0"])],
 )
 def test_the_death_of_a_parameter_server_ends_the_training(
   tmp_path, replication, clients

@@ -62,6 +62,7 @@ def test_each_worker_has_two_towers(between_graph):
   assert state["examples_seen"] == STEPS * 2 * 2 * 4
 
 
+@pytest.mark.exhaustive
 def test_in_graph_towers_train_the_same(between_graph, tmp_path):
   more = ["--emulate_gpus", "--replication=in_graph"]
   output = binaries.succeed(MODULE, *_flags(tmp_path, *more))

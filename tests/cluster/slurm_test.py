@@ -188,6 +188,7 @@ def test_a_job_trains_a_keras_model(slurm_environ, tmp_path):
   assert (tmp_path / "model.keras").stat().st_size > 0
 
 
+@pytest.mark.exhaustive
 def test_a_job_runs_a_program(slurm_environ, tmp_path):
   printed = _submit(
     slurm_environ,

@@ -267,6 +267,7 @@ def _has_own_mounts() -> bool:
   )
 
 
+@pytest.mark.exhaustive
 def test_host_names_may_resolve_late(start_trial, tmp_path):
   """That of a PS task for its client, and then the other way round."""
   if not _has_own_mounts():

@@ -312,7 +312,13 @@ class TestProcesses:
     for worker in trial.workers:
       assert words in trial.tasks.log(worker), trial.logs()
 
-  @pytest.mark.parametrize("scenario", ["failing_chief", "unfit_chief"])
+  @pytest.mark.parametrize(
+    "scenario",
+    [
+      pytest.param("failing_chief", marks=pytest.mark.exhaustive),
+      "unfit_chief",
+    ],
+  )
   def test_the_others_end_when_the_chief_fails(self, start, scenario):
     trial = start(scenario)
     assert trial.await_codes() == [0, 1], trial.logs()
@@ -339,7 +345,11 @@ class TestProcesses:
     assert "unhealthy (stopped sending heartbeats)" in trial.tasks.log(left)
 
   @pytest.mark.parametrize(
-    ("scenario", "dead"), [("killed", 1), ("killed_chief", 0)]
+    ("scenario", "dead"),
+    [
+      pytest.param("killed", 1, marks=pytest.mark.exhaustive),
+      ("killed_chief", 0),
+    ],
   )
   def test_a_killed_process_ends_the_training(self, start, scenario, dead):
     trial = start(scenario)

@@ -170,6 +170,7 @@ def test_layers_and_masks_see_one_part_at_a_time(replication):
   assert dropped[0] != dropped[1]
 
 
+@pytest.mark.exhaustive
 def test_asynchronous_updates_count_their_metrics():
   """Each epoch has all its updates; the rate of a callback is used."""
   ours, _ = _launch(

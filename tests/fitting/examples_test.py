@@ -100,7 +100,15 @@ def test_three_lines_replicate_it(name, tmp_path):
   assert len(changed) <= 3, changed
 
 
-@pytest.mark.parametrize("name", sorted(_GOALS))
+# The others take long.
+_IN_CI = ("mnist_convnet",)
+_NAMES = [
+  pytest.param(name, marks=() if name in _IN_CI else pytest.mark.exhaustive)
+  for name in sorted(_GOALS)
+]
+
+
+@pytest.mark.parametrize("name", _NAMES)
 def test_learns_with_keras(name):
   output = io.StringIO()
   with contextlib.redirect_stdout(output):
@@ -108,17 +116,7 @@ def test_learns_with_keras(name):
   assert _GOALS[name](*_result(output.getvalue())), output.getvalue()
 
 
-# The others take long, and learn as well in one process.
-_IN_CI = ("mnist_convnet",)
-
-
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(n, marks=() if n in _IN_CI else pytest.mark.exhaustive)
-    for n in sorted(_GOALS)
-  ],
-)
+@pytest.mark.parametrize("name", _NAMES)
 def test_learns_on_a_cluster(name, tmp_path):
   command = ["-m", "tf_replicas.launch", "--ps=1"]
   command += ["--preload", "--workers=2", str(_patched(name, tmp_path))]

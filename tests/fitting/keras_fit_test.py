@@ -501,17 +501,28 @@ class AgainstKerasTest(stores.TestCase):
 class SeveralDevicesTest(stores.TestCase):
   """44 examples by 8, which 3 devices cannot share out evenly."""
 
-  @parameterized.product(
-    replication=["between_graph", "mirrored"],
-    name=[
-      "constrained",
-      "momentum",
-      "own_step",
-      "recurrent",
-      "several_outputs",
-    ],
+  @parameterized.parameters(
+    ("between_graph", "constrained"),
+    ("between_graph", "several_outputs"),
+    ("mirrored", "own_step"),
+    ("mirrored", "recurrent"),
   )
   def test_train_as_one(self, replication, name):
+    self._assert_train_as_one(replication, name)
+
+  @pytest.mark.exhaustive
+  @parameterized.parameters(
+    ("between_graph", "momentum"),
+    ("between_graph", "own_step"),
+    ("between_graph", "recurrent"),
+    ("mirrored", "constrained"),
+    ("mirrored", "momentum"),
+    ("mirrored", "several_outputs"),
+  )
+  def test_more_train_as_one(self, replication, name):
+    self._assert_train_as_one(replication, name)
+
+  def _assert_train_as_one(self, replication, name):
     case = models.CASES[name]
     # Keras' means of the losses by output are means over batches, or here over
     # pieces, and not over examples: these must be equally large.
@@ -1033,9 +1044,11 @@ class RefusedTest(stores.TestCase):
     with self.assertRaisesRegex((TypeError, ValueError), words):
       tf_replicas.fit(model_fn, _X, _Y, verbose=0)
 
-  @parameterized.product(
-    reduction=["sum", None, "mean_with_sample_weight"],
-    replication=["between_graph", "mirrored"],
+  @parameterized.parameters(
+    ("sum", "between_graph"),
+    (None, "mirrored"),
+    ("mean_with_sample_weight", "between_graph"),
+    ("mean_with_sample_weight", "mirrored"),
   )
   def test_losses_that_are_no_means(self, reduction, replication):
     def model_fn():

@@ -32,8 +32,10 @@ def _train(directory, function, flags, **arguments) -> tuple[dict, str]:
 @pytest.mark.parametrize(
   ("function", "flags", "replication"),
   [
-    pytest.param("fit", [], "between_graph", marks=pytest.mark.exhaustive),
-    ("fit_table", [], "between_graph"),
+    ("fit", [], "between_graph"),
+    pytest.param(
+      "fit_table", [], "between_graph", marks=pytest.mark.exhaustive
+    ),
     pytest.param("run", ["--chief"], "in_graph", marks=pytest.mark.exhaustive),
     pytest.param("fit", ["--chief"], "in_graph", marks=pytest.mark.exhaustive),
     pytest.param(
@@ -68,12 +70,9 @@ def _assert_alike(one: dict, other: dict) -> None:
     np.testing.assert_allclose(weights, others, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-  ("flags", "replication"),
-  [
-    ([], "between_graph"),
-    pytest.param(["--chief"], "in_graph", marks=pytest.mark.exhaustive),
-  ],
+  ("flags", "replication"), [([], "between_graph"), (["--chief"], "in_graph")]
 )
 def test_goes_on_after_an_interrupted_connection(tmp_path, flags, replication):
   """No parameter server has died, and the chief has closed its queues."""

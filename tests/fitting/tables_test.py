@@ -138,13 +138,12 @@ def test_equals_keras_and_resumes_on_fewer_parameter_servers(tmp_path):
   _assert_equal(ours, "Adagrad", 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   ("flags", "replication"),
   [
     (["--workers=2", "--ps=2", "--chief"], "in_graph"),
-    pytest.param(
-      ["--workers=2", "--ps=3"], "between_graph", marks=pytest.mark.exhaustive
-    ),
+    (["--workers=2", "--ps=3"], "between_graph"),
   ],
 )
 def test_sgd(tmp_path, flags, replication):
@@ -177,6 +176,7 @@ def test_averages_equal_those_of_keras(tmp_path, flags, replication):
     shutil.rmtree(tmp_path / "exported")
 
 
+@pytest.mark.exhaustive
 def test_large_embeddings_of_keras_become_tables(tmp_path):
   """The smaller one, of 40 rows, is trained as any other variable."""
   ours = _train(

@@ -166,6 +166,7 @@ def test_fine_tunes_to_another_number_of_classes(trained, tmp_path):
   assert after["global_step"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_pretrained_model_is_needed_once(trained, tmp_path):
   """What is resumed does not start anew, wherever that model went."""
   train_dir, _ = trained

@@ -192,13 +192,8 @@ def _facts(function: object, cls: type | None) -> frozenset[str]:
     if code is None or code in seen:
       continue
     seen.add(code)
-    node = _definitions(code.__code__.co_filename).get(
-      code.__code__.co_firstlineno
-    )
-    if node is None:
-      continue
     is_test = code.__module__.endswith("_test")
-    for name, value in _named(node, code.__globals__, cls):
+    for name, value in _named(code, cls):
       owner = getattr(value, "__module__", None)
       if owner == "subprocess" and name in _STARTS:
         facts.add("starts")
@@ -241,28 +236,32 @@ def _definitions(path: str) -> dict[int, ast.AST]:
   }
 
 
+@functools.cache
 def _named(
-  node: ast.AST, names: dict, cls: type | None
-) -> Iterator[tuple[str, object]]:
-  """Yields all names that the code of a function refers to, with their values.
+  function: types.FunctionType, cls: type | None
+) -> list[tuple[str, object]]:
+  """Returns all names that the code of a function refers to, with their values.
 
   Args:
-    node: The syntax tree of the function.
-    names: The global variables of its module.
+    function: The function. There are no names if its code is in no file.
     cls: The class to which `self` in the function belongs.
 
-  Yields:
+  Returns:
     (last part of a dotted name, its value or None).
   """
-  for part in ast.walk(node):
+  code, names = function.__code__, function.__globals__
+  node = _definitions(code.co_filename).get(code.co_firstlineno)
+  found = []
+  for part in ast.walk(node) if node else ():
     if isinstance(part, ast.Name):
-      yield part.id, names.get(part.id)
+      found.append((part.id, names.get(part.id)))
     elif isinstance(part, ast.Attribute):
       owner = None
       if isinstance(part.value, ast.Name):
         name = part.value.id
         owner = cls if name in ("self", "cls") else names.get(name)
-      yield part.attr, getattr(owner, part.attr, None)
+      found.append((part.attr, getattr(owner, part.attr, None)))
+  return found
 
 
 class ProcessStarted(AssertionError):

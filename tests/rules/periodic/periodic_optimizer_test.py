@@ -43,7 +43,13 @@ def _mean_of_walks():
   return losses, center
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_model_average_by_hand(start_trial, replication):
   report = _start(start_trial, replication, "model_average")
   losses, center = _mean_of_walks()
