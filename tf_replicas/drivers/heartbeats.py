@@ -662,7 +662,7 @@ class Heartbeats:
         pickled. They get it from the method `call`.
     """
     table = self._first
-    number = self.number() + 1
+    number = self._number + 1
     self._number, self._call = number, call
     table.call.assign(call)
     table.signature.assign("")
