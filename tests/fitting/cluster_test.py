@@ -290,6 +290,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def _assert_weight_of_keras(output: str, rate: float, epochs: int) -> None:
+  x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
+  keras.utils.set_random_seed(1)
+  model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+  model.compile(keras.optimizers.SGD(rate), "mse")
+  model.fit(x, x, shuffle=False, epochs=epochs, verbose=0)
+  (found,) = re.findall(rf" WEIGHT {rate} (.*)", output)
+  expected = model.get_weights()[0][0, 0]
+  assert float(found) == pytest.approx(expected, abs=1e-5), output
+
+
 def test_a_series_with_failures(tmp_path):
   """A worker and then the chief are killed between two trainings."""
   script = tmp_path / "train.py"
@@ -298,15 +309,8 @@ def test_a_series_with_failures(tmp_path):
     *("-m", "tf_replicas.launch", "--workers=2", script.name), cwd=tmp_path
   )
   output = result.stdout + result.stderr
-  x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
   for rate in (0.1, 0.2, 0.3):
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(rate), "mse")
-    model.fit(x, x, shuffle=False, epochs=2, verbose=0)
-    (found,) = re.findall(rf" WEIGHT {rate} (.*)", output)
-    expected = model.get_weights()[0][0, 0]
-    assert float(found) == pytest.approx(expected, abs=1e-5), output
+    _assert_weight_of_keras(output, rate, epochs=2)
   generator, driver, package = re.findall(r" REFUSED (.*)", output)
   assert re.fullmatch(
     "`x` of a second `fit` must be what cloudpickle can pickle.*pass a function"
@@ -376,14 +380,7 @@ def test_a_worker_and_ps_task_0_are_lost_in_a_later_training(tmp_path):
   script.write_text(_LOST_TOGETHER, encoding="utf-8")
   output = _run(tmp_path, "--workers=2", script.name)
   assert "recovered from the loss of ps 0" in output
-  (found,) = re.findall(r" WEIGHT 0.2 (.*)", output)
-  x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
-  keras.utils.set_random_seed(1)
-  model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-  model.compile(keras.optimizers.SGD(0.2), "mse")
-  model.fit(x, x, shuffle=False, epochs=4, verbose=0)
-  expected = model.get_weights()[0][0, 0]
-  assert float(found) == pytest.approx(expected, abs=1e-5), output
+  _assert_weight_of_keras(output, 0.2, epochs=4)
 
 
 def _run(directory, *arguments: str) -> str:

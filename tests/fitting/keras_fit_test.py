@@ -1044,11 +1044,9 @@ class RefusedTest(stores.TestCase):
     with self.assertRaisesRegex((TypeError, ValueError), words):
       tf_replicas.fit(model_fn, _X, _Y, verbose=0)
 
-  @parameterized.parameters(
-    ("sum", "between_graph"),
-    (None, "mirrored"),
-    ("mean_with_sample_weight", "between_graph"),
-    ("mean_with_sample_weight", "mirrored"),
+  @parameterized.product(
+    reduction=["sum", None, "mean_with_sample_weight"],
+    replication=["between_graph", "mirrored"],
   )
   def test_losses_that_are_no_means(self, reduction, replication):
     def model_fn():
