@@ -5,6 +5,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import resources
 
 
 class RunIfTest(parameterized.TestCase):
@@ -69,8 +70,58 @@ class CallOnTest(parameterized.TestCase):
 
     traced = run.get_concrete_function(tf.TensorSpec([], tf.int32))
     kinds = [op.type for op in traced.graph.get_operations()]
-    self.assertEqual(kinds, ["Placeholder", "PartitionedCall", "Identity"])
+    calls = [kind for kind in kinds if kind != "Placeholder"]
+    self.assertEqual(calls, ["PartitionedCall", "Identity"])
     self.assertEqual(int(traced(tf.constant(4))), 15)
+
+  @parameterized.parameters(0, 1)
+  def test_reads_a_shared_variable_anew_each_time(self, num_constants):
+    """TensorFlow keeps the result of a stateless call with constant inputs."""
+    with tf.device(self.device):
+      count = resources.new_namespace().variable("count", [], tf.int64)
+    count.assign(0)
+
+    def step():
+      after = [tf.constant(True)] * num_constants
+      value = control_flow.call_on(self.device, count.read_value, after)
+      count.assign(value + 1)
+      return value
+
+    step = tf.function(step, autograph=False).get_concrete_function()
+    self.assertEqual([int(step()) for _ in range(3)], [0, 1, 2])
+
+  def test_makes_the_handles_of_shared_resources_itself(self):
+    """A handle from outside would be an input of the call."""
+    with tf.device(self.device):
+      namespace = resources.new_namespace()
+      variable = namespace.variable("variable", [], tf.int64)
+      queue = namespace.queue("queue", [tf.int64])
+      mutex = namespace.mutex("mutex")
+    variable.assign(5)
+
+    def use():
+      def change():
+        queue.enqueue([variable.assign_add(1, read_value=True)])
+        return tf.cond(
+          variable.read_value() > 5,
+          lambda: 10 * variable.read_value(),
+          lambda: tf.zeros([], tf.int64),
+        )
+
+      return mutex.hold(change)
+
+    step = tf.function(
+      lambda: control_flow.call_on(self.device, use), autograph=False
+    ).get_concrete_function()
+    self.assertEqual(int(step()), 60)
+    self.assertEqual(int(step()), 70)
+    self.assertEqual(int(queue.size()), 2)
+    (call,) = (
+      operation
+      for operation in step.graph.get_operations()
+      if operation.type == "PartitionedCall"
+    )
+    self.assertLen(call.inputs, 1)
 
   @parameterized.parameters("", "/device:CPU:0")
   def test_waits_for_the_tensors_of_after(self, device):

@@ -118,20 +118,26 @@ def serve(
   log(f"{task} serves at {spec.address(task)}")
   if task == spec.tasks("ps")[0]:  # Once in a cluster.
     log(exposure.warning(task))
-  heard = time.monotonic()
+  heard = looked = time.monotonic()
+  ages: list[list[float]] = []
   asked = threading.Event()
   with interrupts.sigterm_calls(lambda *_: asked.set()):
     leaves_since = None
     while not all(bool(table.dismissed.numpy()) for table in tables):
-      ages = [table.ages() for table in tables]
-      if any(_is_alive(age) for of_table in ages for age in of_table):
-        heard = time.monotonic()
+      # It takes milliseconds of processor time.
+      is_due = time.monotonic() - looked >= heartbeats.BEAT_SECS
+      is_asked = asked.is_set()
+      if is_due or is_asked:
+        looked = time.monotonic()
+        ages = [table.ages() for table in tables]
+        if any(_is_alive(age) for of_table in ages for age in of_table):
+          heard = looked
       if time.monotonic() - heard > orphan_timeout_secs:
         raise TimeoutError(
           f"{task}: no client heartbeat for {orphan_timeout_secs:.0f} s; the"
           " task ends"
         )
-      if asked.is_set():
+      if is_asked:
         has_chief = any(_is_alive(of_table[_CHIEF]) for of_table in ages)
         if task.job != "ps" or not has_chief:  # Nothing is or can be saved.
           break

@@ -1,16 +1,22 @@
 """Makes operations of a TensorFlow graph conditional, or puts them in order."""
 
+import contextvars
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import TypeVar
 
 import tensorflow as tf
+from tensorflow.python.ops import handle_data_util
 
 # Tensors in any `tf.nest` structure.
 _Tensors = TypeVar("_Tensors")
 # TensorFlow does not replace a call of such a function by the function's ops.
 _STAYS_WHOLE = {"_noinline": True}
+# The graph of the function of the innermost `call_on` that is being traced.
+_call_graph: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "call_graph", default=None
+)
 
 
 def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
@@ -39,6 +45,11 @@ def call_on(
   whose results are used needs neither. Its task receives the tensors that `fn`
   uses, and sends those that `fn` returns.
 
+  The function of the call makes the handles of shared resources by itself
+  (`enclosing_call`), so it does not get them from outside. So TensorFlow does
+  not put two calls that use the same resource in order: only the tensors that
+  they get and return do.
+
   In eager mode, the operations are not joined. Nor are they on a device whose
   name has no job: it is in this process, so there are no messages to save.
 
@@ -61,9 +72,14 @@ def call_on(
 
   def body(*unused: tf.Tensor) -> _Tensors:
     del unused
-    with tf.device(device):
-      return fn()
+    token = _call_graph.set(current_graph())
+    try:
+      with tf.device(device):
+        return fn()
+    finally:
+      _call_graph.reset(token)
 
+  after = [*after, _anchor(device)]
   function: Any = tf.function(
     body, autograph=False, experimental_attributes=_STAYS_WHOLE
   ).get_concrete_function(*after)
@@ -81,6 +97,40 @@ def call_on(
   return tf.nest.pack_sequence_as(
     function.structured_outputs, results, expand_composites=True
   )
+
+
+def _anchor(device: str) -> tf.Tensor:
+  """Returns a tensor on `device` that TensorFlow does not take for a constant.
+
+  TensorFlow (2.21) computes a stateless call only once, and then keeps the
+  results, if all its inputs are constants or if it has none. Each call of
+  `call_on` gets an anchor of its own: see `_Handle` of `resources`.
+  """
+  with tf.init_scope(), tf.device(device):
+    handle = tf.raw_ops.VarHandleOp(
+      shape=[], dtype=tf.bool, shared_name="anchor"
+    )
+  shape = tf.TensorShape([])
+  data = handle_data_util.create_handle_data(shape, tf.bool)
+  handle_data_util.set_handle_data(handle, data)
+  return handle
+
+
+def enclosing_call() -> Any:
+  """Returns the graph of the function that `call_on` is tracing.
+
+  It may enclose the graph that is being traced, that of a branch for example.
+
+  Returns:
+    The graph; None outside of `call_on`, and where operations run eagerly.
+  """
+  call = _call_graph.get()
+  if call is None or tf.executing_eagerly():
+    return None
+  graph: Any = current_graph()
+  while graph is not call and graph is not None:
+    graph = getattr(graph, "outer_graph", None)
+  return graph
 
 
 def stateless_calls() -> list[tf.Operation]:

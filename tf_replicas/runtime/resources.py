@@ -260,6 +260,8 @@ def new_namespace(name: str = "") -> Namespace:
   return Namespace(f"{prefix}/{name}" if name else prefix, next(_incarnations))
 
 
+# The attribute of a graph that maps a `_Handle` to its tensor in the graph.
+_HANDLES = "_tf_replicas_handles"
 # The `shared_name` of resources that only their handles refer to.
 _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 
@@ -316,6 +318,51 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
     return super().assign_sub(*args, **kwargs)
 
 
+class _Handle:
+  """The handle of a resource that all clients share by its name.
+
+  Clients are the processes that train.
+
+  Attributes:
+    device: The device of the resource.
+    eager: The handle as an eager tensor.
+  """
+
+  def __init__(self, make: Callable[[], tf.Tensor]):
+    """Makes the handle, on the current device.
+
+    Args:
+      make: Makes an operation that creates or finds the resource, and returns
+        the handle.
+    """
+    self._make = make
+    with tf.init_scope():
+      self.eager = make()
+    self.device: str = self.eager.device
+
+  def here(self) -> tf.Tensor:
+    """Returns the handle for the operation that is being made.
+
+    Within `control_flow.call_on`, it is a handle that the function of the call
+    makes by itself. If two calls in a loop took one handle from outside of the
+    loop, TensorFlow (2.21) would send their task a message in each iteration.
+    """
+    graph = control_flow.enclosing_call()
+    if graph is None:
+      return self.eager
+    if not hasattr(graph, _HANDLES):
+      setattr(graph, _HANDLES, {})
+    handles: dict[_Handle, tf.Tensor] = getattr(graph, _HANDLES)
+    if self not in handles:
+      with (
+        graph.as_default(),
+        tf.device(self.device),
+        tf.control_dependencies(None),
+      ):
+        handles[self] = self._make()
+    return handles[self]
+
+
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
   """Variable of the current device that all clients share by its name.
 
@@ -344,7 +391,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   ):
     shape = tf.TensorShape(shape)
     dtype = tf.as_dtype(dtype)
-    with tf.init_scope():
+
+    def make_handle() -> tf.Tensor:
       handle = tf.raw_ops.VarHandleOp(
         shape=shape, dtype=dtype, shared_name=shared_name, container=container
       )
@@ -352,11 +400,14 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       handle_data_util.set_handle_data(
         handle, handle_data_util.create_handle_data(shape, dtype)
       )
+      return handle
+
+    self._resource = _Handle(make_handle)
     super().__init__(
       name=name,
       shape=shape,
       dtype=dtype,
-      handle=handle,
+      handle=self._resource.eager,
       handle_name=name,
       unique_id=f"{container}:{shared_name}",
       trainable=trainable,
@@ -366,6 +417,16 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       aggregation=tf.VariableAggregation.NONE,
     )
     self.path = name
+
+  @property
+  def handle(self) -> tf.Tensor:
+    """The handle of the resource, for the operation that is being made."""
+    return self._resource.here()
+
+  @property
+  def device(self) -> str:
+    """The name of the variable's device."""
+    return self._resource.device
 
   @property
   def num_bytes(self) -> int:
@@ -428,7 +489,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
   @functools.cached_property
   def _is_remote(self) -> bool:
-    there = tf.DeviceSpec.from_string(self.handle.device)
+    there = tf.DeviceSpec.from_string(self.device)
     here = tf.DeviceSpec.from_string(this_device())
     return (there.job, there.task) != (here.job, here.task)
 
@@ -523,15 +584,20 @@ class Queue:
 
   def __init__(self, name: str, dtypes: Sequence[tf.DType], container: str):
     self._dtypes = list(dtypes)
-    with tf.init_scope():
-      self._handle = tf.raw_ops.FIFOQueueV2(
+    self._resource = _Handle(
+      lambda: tf.raw_ops.FIFOQueueV2(
         component_types=self._dtypes,
         shapes=[],
         capacity=-1,
         container=container,
         shared_name=name,
       )
-    self.device = self._handle.device
+    )
+    self.device = self._resource.device
+
+  @property
+  def _handle(self) -> tf.Tensor:
+    return self._resource.here()
 
   def enqueue(self, components: Sequence[tf.Tensor]) -> tf.Operation | None:
     """Appends one element to the queue.
@@ -634,9 +700,10 @@ class Mutex:
   """
 
   def __init__(self, name: str, container: str):
-    with tf.init_scope():
-      self._handle = tf.raw_ops.MutexV2(container=container, shared_name=name)
-    self.device = self._handle.device
+    self._resource = _Handle(
+      lambda: tf.raw_ops.MutexV2(container=container, shared_name=name)
+    )
+    self.device = self._resource.device
 
   def hold(
     self,
@@ -666,7 +733,7 @@ class Mutex:
 
     with tf.device(self.device):
       with tf.control_dependencies(list(after)):
-        lock = tf.raw_ops.MutexLock(mutex=self._handle)
+        lock = tf.raw_ops.MutexLock(mutex=self._resource.here())
       with tf.control_dependencies([lock]):
         # The call of a function ends when all of its stateful ops have ended.
         results = tf.function(whole, autograph=False)()

@@ -140,6 +140,19 @@ class AlternatingOptimizer:
     """
     return False
 
+  def read_origins(self) -> list[tf.Tensor]:
+    """Reads the global steps at which the slots were created, on PS task 0.
+
+    Returns:
+      int64 scalars: what `InnerOptimizer.read_origins` returns for each
+      optimizer, in the order of the optimizers.
+    """
+    return [
+      origin
+      for member in self._members.values()
+      for origin in member.read_origins()
+    ]
+
   def apply(
     self,
     task: int,
@@ -147,6 +160,7 @@ class AlternatingOptimizer:
     variables: Sequence[tf.Variable],
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
+    origins: Sequence[tf.Tensor] | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Makes the update that follows global step `step`, on one PS task.
 
@@ -161,6 +175,7 @@ class AlternatingOptimizer:
       variables: Shards of the store's trainable variables, all on this task.
       step: int64 scalar, the global step before this update.
       rate_factor: Must be None.
+      origins: What `read_origins` returned. None: PS task 0 is asked for it.
 
     Returns:
       An empty list: nothing is left for `commit` to assign.
@@ -171,6 +186,8 @@ class AlternatingOptimizer:
       for index in self._store.trainable
       for variable in self._store.variables(index)
     }
+
+    origin_of = dict(zip(self._members, origins or (), strict=False))
 
     def branch(phase: Phase):
       def make() -> tf.Tensor:
@@ -184,6 +201,7 @@ class AlternatingOptimizer:
           [gradient for gradient, _ in pairs],
           [variable for _, variable in pairs],
           applies_before(self._phases, phase.name, step),
+          origins=[origin_of[phase.name]] if origins else None,
         )
         return tf.constant(True)
 

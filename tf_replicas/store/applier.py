@@ -14,7 +14,6 @@ contributions, so that the statistic becomes the mean of the replicas' new
 values.
 """
 
-import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -42,6 +41,10 @@ class Applier:
 
   An update is made from the sum of several contributions; a contribution is the
   gradients that one replica computed from one batch.
+
+  Attributes:
+    inner: The user's optimizer, wrapped so that it updates variables on PS
+      tasks.
   """
 
   def __init__(
@@ -72,7 +75,7 @@ class Applier:
       ValueError: If a variable to average is not in the store.
     """
     self._store = store
-    self._inner = inner
+    self.inner = inner
     self._variable_averages = variable_averages
     self._clip_norm = clip_norm
     self._scaled_update = loss_scaling.ScaledUpdate(store)
@@ -157,11 +160,11 @@ class Applier:
       A bool scalar; a control dependency on it waits for the whole update.
     """
     tasks = range(self._store.num_tasks)
-    means = [
-      self._means(task, present, take_sums, num_contributions) for task in tasks
-    ]
-    moves = [[p for p in pairs if not p[1].trainable] for pairs in means]
-    means = [[p for p in pairs if p[1].trainable] for pairs in means]
+    means, moves = [], []
+    for task in tasks:
+      pairs = self._means(task, present, take_sums, num_contributions)
+      means.append([p for p in pairs if p[1].trainable])
+      moves.append([p for p in pairs if not p[1].trainable])
     overflows: list[tf.Tensor] = []
     if self._scaled_update.exists:
       for task in tasks:
@@ -171,46 +174,155 @@ class Applier:
     if self._clip_norm is not None:
       means = self._clip(means)
 
-    def apply_on(task: int) -> list[tuple[tf.Variable, tf.Tensor]]:
-      pairs = means[task] if transform is None else transform(means[task])
-      averaged = self._averaged_rows(pairs, step)
-      changed = self._inner.apply(
-        task, [g for g, _ in pairs], [v for _, v in pairs], step, rate_factor
+    def apply_on_all_tasks() -> None:
+      changed: list[tuple[tf.Variable, tf.Tensor]] = []
+      for task in tasks:
+        found = self._apply_on(
+          task,
+          means[task],
+          moves[task],
+          step,
+          lock=None if locks is None else locks[task],
+          transform=transform,
+          rate_factor=rate_factor,
+        )
+        changed = changed or found
+      # Only now: every task must have read the scalars of before the update.
+      self.inner.commit(changed)
+
+    if not overflows:
+      return _as_unit(apply_on_all_tasks)
+    return _as_unit(
+      lambda: self._scaled_update.make(
+        overflows[0], apply_on_all_tasks, self.inner.skip
       )
-      for mean, variable in moves[task]:
+    )
+
+  @property
+  def is_by_task(self) -> bool:
+    """Whether `on_task` can make updates, one part on each PS task.
+
+    It can if no PS task needs anything of the others to make its part, and all
+    variables are on the CPUs of their tasks. The optimizer must be built.
+    """
+    store = self._store
+    return (
+      self._clip_norm is None
+      and not self._scaled_update.exists
+      and not self.inner.has_common_state()
+      and all(
+        store.device_of_variables(task) == store.device_of_task(task)
+        for task in range(store.num_tasks)
+      )
+    )
+
+  def on_task(
+    self,
+    task: int,
+    present: Sequence[bool],
+    step: tf.Tensor,
+    take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
+    num_contributions: int | tf.Tensor,
+    *,
+    origins: Sequence[tf.Tensor],
+    lock: resources.Mutex | None = None,
+    transform: Callable[[Sequence[Pair]], list[Pair]] | None = None,
+    rate_factor: tf.Tensor | None = None,
+  ) -> tf.Tensor:
+    """Makes the part of an update that is on one PS task.
+
+    To be used inside a `tf.function`, and only if `is_by_task`. The other PS
+    tasks must make their parts too.
+
+    Args:
+      task: The index of the PS task.
+      present: See `__call__`.
+      step: See `__call__`.
+      take_sums: See `__call__`.
+      num_contributions: See `__call__`.
+      origins: What `inner.read_origins` returned.
+      lock: Held while the variables of the task change; None: no lock.
+      transform: See `__call__`.
+      rate_factor: See `__call__`.
+
+    Returns:
+      A bool scalar; a control dependency on it waits for this part.
+    """
+
+    def apply() -> None:
+      pairs = self._means(task, present, take_sums, num_contributions)
+      changed = self._apply_on(
+        task,
+        [p for p in pairs if p[1].trainable],
+        [p for p in pairs if not p[1].trainable],
+        step,
+        lock=lock,
+        transform=transform,
+        rate_factor=rate_factor,
+        origins=origins,
+      )
+      assert not changed
+
+    return _as_unit(apply)
+
+  def _apply_on(
+    self,
+    task: int,
+    means: Sequence[Pair],
+    moves: Sequence[Pair],
+    step: tf.Tensor,
+    *,
+    lock: resources.Mutex | None,
+    transform: Callable[[Sequence[Pair]], list[Pair]] | None,
+    rate_factor: tf.Tensor | None,
+    origins: Sequence[tf.Tensor] | None = None,
+  ) -> list[tuple[tf.Variable, tf.Tensor]]:
+    """Changes the variables of one PS task; see `__call__`.
+
+    Args:
+      task: The index of the PS task.
+      means: The (mean gradient, trainable variable) pairs of the task.
+      moves: The (mean of old minus new value, statistic) pairs of the task.
+      step: int64 scalar, the global step before the update.
+      lock: Held meanwhile; None: no lock.
+      transform: Maps `means` to the pairs to apply; None: those of `means`.
+      rate_factor: Scalar that multiplies the learning rate; None: 1.
+      origins: As for `InnerOptimizer.apply`.
+
+    Returns:
+      What `InnerOptimizer.apply` returned.
+    """
+
+    def apply() -> list[tuple[tf.Variable, tf.Tensor]]:
+      pairs = means if transform is None else transform(means)
+      averaged = self._averaged_rows(pairs, step)
+      changed = self.inner.apply(
+        task,
+        [g for g, _ in pairs],
+        [v for _, v in pairs],
+        step,
+        rate_factor,
+        origins,
+      )
+      for mean, variable in moves:
         variable.assign_sub(mean)
       self._update_averages(task, step + 1)
       for part, rows in averaged:
         part.update(rows, step + 1)
       return changed
 
-    def apply_locked(task: int) -> list[tf.Tensor]:
-      changed = apply_on(task)
+    def apply_locked() -> list[tf.Tensor]:
+      changed = apply()
       # Rules with locks refuse optimizers that change scalars (Nadam).
       assert not changed
       return [tf.constant(True)]
 
-    def apply_on_all_tasks() -> None:
-      changed: list[tuple[tf.Variable, tf.Tensor]] = []
-      for task, pairs in enumerate(means):
-        if locks is None:
-          found = apply_on(task)
-          changed = changed or found
-          continue
-        with tf.device(self._store.device_of_task(task)):
-          arrived: list[Any] = [getattr(g, "values", g) for g, _ in pairs]
-          body = functools.partial(apply_locked, task)
-          locks[task].hold(body, after=arrived)
-      # Only now: every task must have read the scalars of before the update.
-      self._inner.commit(changed)
-
-    if not overflows:
-      return _as_unit(apply_on_all_tasks)
-    return _as_unit(
-      lambda: self._scaled_update.make(
-        overflows[0], apply_on_all_tasks, self._inner.skip
-      )
-    )
+    if lock is None:
+      return apply()
+    with tf.device(self._store.device_of_task(task)):
+      arrived: list[Any] = [getattr(g, "values", g) for g, _ in means]
+      lock.hold(apply_locked, after=arrived)
+    return []
 
   def _means(
     self,

@@ -173,7 +173,13 @@ def sum_rows(
     one row of zeros, unless `may_be_empty`.
   """
   rows, where = tf.unique(gradient.indices)
-  values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))
+  # The sum costs much more than the comparison. A replica sends the gradient of
+  # each row of a table only once.
+  values = tf.cond(
+    tf.size(rows) == tf.size(where),
+    lambda: gradient.values,
+    lambda: tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows)),
+  )
   # Keras 3.15 fails for slices without rows, which a shard may get: "indices[0]
   # = 0 is not in [0, 0)". A row of zeros has the same effect.
   if not may_be_empty:

@@ -9,8 +9,8 @@ them. It applies the optimizer to the variables of one PS task at a time, so
 that neither gradients nor slots are sent to other tasks.
 
 Of a table, a large matrix (`tables`), it updates only the rows that the
-gradient has: it reads these rows of the table and of its slots, applies the
-optimizer to them, and adds the differences. With an optimizer that changes rows
+gradient has: it applies the optimizer to these rows of the table and of its
+slots, and adds the differences. With an optimizer that changes rows
 without a gradient, such as Adam or momentum, this is *lazy*: such rows stay as
 they are.
 """
@@ -59,6 +59,10 @@ class TensorVariable:
     self.value = value
     self.dtype = value.dtype
     self.shape = value.shape
+    self._be_found_as(like)
+
+  def _be_found_as(self, like: tf.Variable | None) -> None:
+    """Takes over what identifies the variable `like`, and its constraint."""
     if like is not None:
       self.name, self.path = like.name, like.path
       constrain = like.constraint
@@ -553,8 +557,26 @@ class InnerOptimizer:
           (variable, _Copies(variable, self._store, self._prefix))
         )
 
+  def read_origins(self) -> list[tf.Tensor]:
+    """Reads the global step at which the slots were created, on PS task 0.
+
+    Bias correction uses the number of updates since then.
+
+    Returns:
+      A list of one int64 scalar, which is 0 if the optimizer does not need it.
+    """
+    assert self._store is not None
+    with tf.device(self._store.device_of_task(0)):
+      if self._began is None:
+        return [tf.zeros([], tf.int64)]
+      return [self._began.read_value()]
+
   def _scalar_values(
-    self, task: int, step: tf.Tensor, rate_factor: tf.Tensor | None
+    self,
+    task: int,
+    step: tf.Tensor,
+    rate_factor: tf.Tensor | None,
+    origins: Sequence[tf.Tensor] | None,
   ) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
     """Yields the values that scalars of the optimizer have in this update.
 
@@ -569,13 +591,14 @@ class InnerOptimizer:
       task: The PS task on which the update is made.
       step: int64 scalar, the global step before the update.
       rate_factor: Scalar that multiplies the learning rate; None: 1.
+      origins: What `read_origins` returned; None: it is called now.
 
     Yields:
       (Keras variable, its value in this update) pairs.
     """
     if self._began is not None:
-      with tf.device(self._store.device_of_task(0)):
-        step = step - self._began.read_value()
+      (origin,) = self.read_origins() if origins is None else origins
+      step = step - origin
     iterations = self.optimizer.iterations
     yield iterations, tf.cast(step, iterations.dtype)
     rate = keras_internals.learning_rate(self.optimizer)
@@ -609,6 +632,7 @@ class InnerOptimizer:
     variables: Sequence[tf.Variable],
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
+    origins: Sequence[tf.Tensor] | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Applies gradients to variables on the PS task (parameter server) `task`.
 
@@ -619,6 +643,8 @@ class InnerOptimizer:
       step: int64 scalar, the global step before this update.
       rate_factor: Scalar that multiplies the learning rate of this update;
         None: 1. It must be None unless `has_adjustable_rate()`.
+      origins: What `read_origins` returned. None: PS task 0 is asked for it
+        now, which is a message if `task` is another one.
 
     Returns:
       A (variable, new value) pair for each scalar of the whole optimizer that
@@ -634,7 +660,7 @@ class InnerOptimizer:
           self._apply_copy(task, gradients, variables)
         self._track()
         return []
-      scalars = list(self._scalar_values(task, step, rate_factor))
+      scalars = list(self._scalar_values(task, step, rate_factor, origins))
       with (
         patches.outside_strategy(),
         keras.StatelessScope(scalars) as scope,
@@ -730,19 +756,87 @@ class InnerOptimizer:
       variable.assign(value)
 
 
+class _RowVariable(TensorVariable):
+  """Stands in for some rows of a variable while an optimizer is applied.
+
+  The rows are read when their value is used for the first time. An optimizer
+  that only adds to them, such as gradient descent without momentum, does not
+  use it.
+  """
+
+  def __init__(self, variable: Any, rows: tf.Tensor, like: Any = None):
+    """Makes a stand-in for some rows of `variable`.
+
+    Args:
+      variable: A variable on the current device.
+      rows: int64 [n], the indices of the rows.
+      like: As for `TensorVariable`.
+    """
+    self.dtype = variable.dtype
+    self.shape = tf.TensorShape([None, *variable.shape[1:]])
+    self._be_found_as(like)
+    self._variable = variable
+    self._rows = rows
+    # The first value and the present one; None: the value has not been used.
+    self._first: Any = None
+    self._value: Any = None
+    # What was added to the rows before their value was used.
+    self._added: Any = None
+
+  @property
+  def value(self) -> tf.Tensor:
+    """The present value of the rows, [n, *variable.shape[1:]]."""
+    if self._value is None:
+      self._first = self._value = self._variable.gather(self._rows)
+      if self._added is not None:
+        self._value += self._added
+    return self._value
+
+  @value.setter
+  def value(self, value: tf.Tensor) -> None:
+    _ = self.value  # `write` needs the first value.
+    self._value = value
+
+  def assign_add(self, value: tf.Tensor) -> None:
+    """Adds `value` to the rows."""
+    if self._value is not None:
+      super().assign_add(value)
+      return
+    value = tf.cast(value, self.dtype)
+    self._added = value if self._added is None else self._added + value
+
+  def assign_sub(self, value: tf.Tensor) -> None:
+    """Subtracts `value` from the rows."""
+    if self._value is not None:
+      super().assign_sub(value)
+    else:
+      self.assign_add(-value)
+
+  def write(self) -> None:
+    """Adds what was changed to the rows of the variable.
+
+    It adds a difference and does not assign the value. So two updates of the
+    same row at the same time both take effect, as for an ordinary variable.
+    """
+    change = self._added
+    if self._value is not None:
+      change = self._value - self._first
+    if change is not None:
+      self._variable.scatter_add(tf.IndexedSlices(change, self._rows))
+
+
 class _RowUpdate:
   """One update of some rows of a table, on one PS task.
 
   A table is a large matrix whose rows are divided among the PS tasks; each task
-  holds one part of it. The constructor reads the n rows for which there is a
-  gradient, from the part and from its slots. The caller applies the optimizer
-  to `values` and `variable`, with the stand-ins of `slots` in place of the
-  slots. Then `assign` writes the changes.
+  holds one part of it. The caller applies the optimizer to `values` and
+  `variable`, with the stand-ins of `slots` in place of the slots. Then `assign`
+  writes the changes.
 
   Attributes:
-    values: The gradient of these rows, [n, columns].
-    variable: Stands in for the part; holds these rows only, [n, columns].
-    slots: (slot of the part, stand-in that holds these rows of the slot) pairs.
+    values: The gradient of the n rows for which there is one, [n, columns].
+    variable: Stands in for these rows of the part.
+    slots: (slot of the part, stand-in for these rows of the slot) pairs.
   """
 
   def __init__(
@@ -751,39 +845,22 @@ class _RowUpdate:
     part: Any,
     slots: Sequence[keras.Variable],
   ):
-    """Reads the rows for which there is a gradient, of the part and its slots.
+    """Makes the stand-ins for the rows of the part and of its slots.
 
     Args:
       gradient: A `tf.IndexedSlices` with distinct indices of rows of the part.
       part: The variable of the part of the table.
       slots: The optimizer's slots of `part`, which have its shape.
     """
-    self._indices = gradient.indices
+    rows = gradient.indices
     self.values = gradient.values
-    self._first = part.gather(self._indices)
-    self.variable = TensorVariable(self._first, like=part)
-    self._part = part
-    self._slots = [(slot, slot.value) for slot in slots]
-    self._first_of_slots = [v.gather(self._indices) for _, v in self._slots]
-    self.slots = [
-      (slot, TensorVariable(rows))
-      for (slot, _), rows in zip(self._slots, self._first_of_slots, strict=True)
-    ]
+    self.variable = _RowVariable(part, rows, like=part)
+    self.slots = [(slot, _RowVariable(slot.value, rows)) for slot in slots]
 
   def assign(self) -> None:
-    """Adds what the optimizer has changed to the part and its slots.
-
-    It adds differences and does not assign values. So two updates of the same
-    row at the same time both take effect, as for an ordinary variable.
-    """
-    changes = [(self._part, self._first, self.variable)]
-    for (_, variable), first, (_, cell) in zip(
-      self._slots, self._first_of_slots, self.slots, strict=True
-    ):
-      changes.append((variable, first, cell))
-    for variable, first, cell in changes:
-      change = tf.IndexedSlices(cell.value - first, self._indices)
-      variable.scatter_add(change)
+    """Writes what the optimizer has changed to the part and its slots."""
+    for stand_in in (self.variable, *(each for _, each in self.slots)):
+      stand_in.write()
 
 
 # Adafactor (Keras 3.15) names its factored moments like the variable.

@@ -435,7 +435,13 @@ class Rows:
     """
     parts = list(self.parts) if parts is None else parts
     numbers, rows = self.place(ids)
-    return _from_parts([part.gather for part in parts], numbers, rows)
+
+    def reader(part: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+      return lambda own: control_flow.call_on(
+        part.device, lambda: part.gather(own)
+      )
+
+    return _from_parts([reader(part) for part in parts], numbers, rows)
 
   def assign(
     self,

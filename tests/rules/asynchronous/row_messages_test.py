@@ -1,6 +1,7 @@
-"""Counts what an asynchronous step with tables sends between tasks."""
+"""Counts what steps with tables send between tasks."""
 
 import collections
+import threading
 
 import keras
 import tensorflow as tf
@@ -13,6 +14,7 @@ from tf_replicas.replica import embeddings
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 from tf_replicas.store import tables
@@ -21,49 +23,90 @@ _WORKER = 3
 _ROWS, _COLUMNS = 100, 4
 
 
-def _messages(num_tables):
-  """Counts the tensors that one step sends, by (sender, receiver)."""
-  home = tables.Home(stores.namespace(), 2, stores.device)
-  with tables.home(home):
-    every = [
-      embeddings.Table(_ROWS, _COLUMNS, name=f"table_{i}")
-      for i in range(num_tables)
-    ]
-  kernel = tf.Variable(tf.ones([_COLUMNS, 1]), name="kernel")
+def _device(number):
+  """Names a device as that of another task is named: with a job."""
+  return f"/job:localhost/replica:0/task:0/device:CPU:{number}"
 
-  def loss_fn(parameters, ids):
-    rows = [embeddings.lookup(table, ids) for table in every]
-    return tf.reduce_sum(sum(rows) @ parameters[-1])
 
-  variables = [*(table.variable for table in every), kernel]
-  data = tf.data.Dataset.from_tensors(tf.constant([1, 2, 3])).repeat()
-  replica = model_replica.Replica(variables, loss_fn, lambda *_: data)
-  specs = placement.from_variables(variables)
-  store = parameter_store.ParameterStore(
-    specs,
-    placement.plan(specs, placement.GreedyByBytes(2)),
-    num_tasks=2,
-    device_of_task=stores.device,
-    namespace=stores.namespace(),
-  )
-  rule = async_replicas.AsyncReplicasOptimizer(keras.optimizers.SGD(0.1), 1)
-  rule.build(store, is_sparse=[True] * num_tables + [False])
-  first = [tf.zeros([0, _COLUMNS])] * num_tables + [tf.ones([_COLUMNS, 1])]
-  rule_base.create_or_resume(rule, store, first)
-  loop = replica_loop.ReplicaLoop(
-    rule, replica, iter(data), 0, stores.device(_WORKER)
-  )
-  step = tf.function(
-    lambda state: loop.run_one(*state, is_preadmitted=False), autograph=False
-  )
-  with tf.device(stores.device(_WORKER)):
-    state = tf.function(loop.begin, autograph=False)()
-    context.enable_run_metadata()
-    try:
-      step(state)
-      metadata = context.export_run_metadata()
-    finally:
-      context.disable_run_metadata()
+class _Training:
+  """A training of one replica on the worker's device, with 2 PS tasks."""
+
+  def __init__(self, kind, num_tables):
+    home = tables.Home(stores.namespace(), 2, _device)
+    with tables.home(home):
+      every = [
+        embeddings.Table(_ROWS, _COLUMNS, name=f"table_{i}")
+        for i in range(num_tables)
+      ]
+    kernel = tf.Variable(tf.ones([_COLUMNS, 1]), name="kernel")
+
+    def loss_fn(parameters, ids):
+      rows = [embeddings.lookup(table, ids) for table in every]
+      return tf.reduce_sum(sum(rows) @ parameters[-1])
+
+    variables = [*(table.variable for table in every), kernel]
+    data = tf.data.Dataset.from_tensors(tf.constant([1, 2, 3])).repeat()
+    replica = model_replica.Replica(variables, loss_fn, lambda *_: data)
+    specs = placement.from_variables(variables)
+    store = parameter_store.ParameterStore(
+      specs,
+      placement.plan(specs, placement.GreedyByBytes(2)),
+      num_tasks=2,
+      device_of_task=_device,
+      namespace=stores.namespace(),
+    )
+    self.rule = kind(keras.optimizers.SGD(0.1), 1)
+    self.rule.build(store, is_sparse=[True] * num_tables + [False])
+    first = [tf.zeros([0, _COLUMNS])] * num_tables
+    rule_base.create_or_resume(
+      self.rule, store, [*first, tf.ones([_COLUMNS, 1])]
+    )
+    self._loop = replica_loop.ReplicaLoop(
+      self.rule, replica, iter(data), 0, _device(_WORKER)
+    )
+    with tf.device(_device(_WORKER)):
+      self.state = tf.function(self._loop.begin, autograph=False)()
+
+  def step(self, *, is_preadmitted):
+    """Makes one step outside of a loop."""
+    run = tf.function(
+      lambda state: self._loop.run_one(*state, is_preadmitted=is_preadmitted),
+      autograph=False,
+    )
+    with tf.device(_device(_WORKER)):
+      self.state = run(self.state)
+
+  def run(self, count, *, is_preadmitted):
+    """Makes `count` steps in a loop."""
+    run = tf.function(
+      lambda state: self._loop.run_many(
+        tf.constant(count), *state, is_preadmitted=is_preadmitted
+      ),
+      autograph=False,
+    )
+    with tf.device(_device(_WORKER)):
+      made, *self.state = run(self.state)
+    assert int(made) == count, made
+
+
+def _messages(run):
+  """Counts the tensors that each run of a function sends.
+
+  In this test, the batches come from the device of PS task 0. What the worker
+  sends and gets for them is not counted.
+
+  Args:
+    run: Runs one function that runs on 3 devices.
+
+  Returns:
+    A dict from (sender, receiver) to the number of tensors.
+  """
+  context.enable_run_metadata()
+  try:
+    run()
+    metadata = context.export_run_metadata()
+  finally:
+    context.disable_run_metadata()
   (graphs,) = [
     found.partition_graphs
     for found in metadata.function_graphs
@@ -72,27 +115,79 @@ def _messages(num_tables):
   names = collections.defaultdict(set)
   for graph in graphs:
     for node in graph.node:
-      # The batches come from device 0 in this test.
-      if node.op == "_Send" and "Iterator" not in str(node.input):
+      if node.op == "_Send" and not _is_of_batches(node):
         ends = (node.attr[f"{end}_device"].s[-1:] for end in ("send", "recv"))
         names[tuple(map(int, ends))].add(node.attr["tensor_name"].s)
   return {ends: len(found) for ends, found in names.items()}
 
 
+def _is_of_batches(node):
+  """Returns whether a message has to do with the iterator, or with the loop.
+
+  Those of the loop are sent once, not in each iteration, or because the
+  iterator is in the loop.
+  """
+  name = str(node.input)
+  outside = ("Iterator", "exit", "Func/while/cond", "merge", "Assert")
+  return any(part in name for part in (*outside, "loop_body_control"))
+
+
 class RowMessagesTest(stores.TestCase):
   def test_gradients_of_all_tables_are_one_message_for_each_task(self):
-    one = _messages(1)
+    def count(num_tables):
+      training = _Training(async_replicas.AsyncReplicasOptimizer, num_tables)
+      return _messages(lambda: training.step(is_preadmitted=False))
+
+    one = count(1)
     self.new_cluster()
-    three = _messages(3)
+    three = count(3)
     # A further table adds ids to, and rows from, each task; and nothing else.
     for task in (0, 1):
       for ends in ((_WORKER, task), (task, _WORKER)):
         self.assertEqual(three[ends] - one[ends], 2, (one, three))
     # The ids and the gradients; with these, the loss and other scalars.
-    self.assertEqual(one[_WORKER, 0], 2)
     self.assertEqual(one[_WORKER, 1], 2)
     # The rows; whether an update is admitted is no matter of the replica.
     self.assertEqual(one[1, _WORKER], 1)
+
+  def test_an_asynchronous_step_in_a_loop_needs_eleven(self):
+    training = _Training(async_replicas.AsyncReplicasOptimizer, 1)
+    found = _messages(lambda: training.run(2, is_preadmitted=False))
+    self.assertEqual(
+      found,
+      {
+        # Whether the loop goes on, the ids, and the gradients.
+        (_WORKER, 0): 3,
+        (_WORKER, 1): 3,
+        # The rows; the reply, together with the variables.
+        (0, _WORKER): 2,
+        (1, _WORKER): 1,
+        # The decision on the gradients; that they are applied.
+        (0, 1): 1,
+        (1, 0): 1,
+      },
+    )
+
+  def test_a_synchronous_step_in_a_loop_needs_ten(self):
+    training = _Training(sync_replicas.SyncReplicasOptimizer, 1)
+    chief = threading.Thread(
+      target=lambda: [training.rule.apply_updates() for _ in range(3)]
+    )
+    chief.start()
+    training.step(is_preadmitted=False)
+    found = _messages(lambda: training.run(2, is_preadmitted=True))
+    chief.join()
+    self.assertEqual(
+      found,
+      {
+        (_WORKER, 0): 3,
+        (_WORKER, 1): 3,
+        (0, _WORKER): 2,
+        (1, _WORKER): 1,
+        # The gradients have arrived.
+        (1, 0): 1,
+      },
+    )
 
 
 if __name__ == "__main__":

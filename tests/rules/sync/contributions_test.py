@@ -101,7 +101,7 @@ class Chief:
     for task in range(self._store.num_tasks):
       for (position, _), total in zip(
         self._store.contributed_shards(task),
-        self.side.take_sums(task),
+        self.side.take_sums(task, self.side.read_accepted()),
         strict=True,
       ):
         sums[self._store.specs[position].path] = total

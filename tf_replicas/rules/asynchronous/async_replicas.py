@@ -18,7 +18,7 @@ from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
 from tf_replicas.rules.asynchronous import async_admission
-from tf_replicas.rules.asynchronous import own_update
+from tf_replicas.rules.asynchronous import own_update as own_update_lib
 from tf_replicas.rules.asynchronous import staleness as staleness_lib
 from tf_replicas.rules.asynchronous import staleness_clocks
 from tf_replicas.runtime import control_flow
@@ -198,7 +198,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self._clocks = staleness_clocks.StalenessClocks(
       namespace, count, max_lead=self.policy.max_lead, device=self._device
     )
-    self._own_update = own_update.OwnUpdate(
+    self._own_update = own_update_lib.OwnUpdate(
       store,
       self.applier,
       num_replicas=count,
@@ -446,41 +446,53 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     scalars = resources.Scalars(
       replica, local_step, is_sound, loss, num_examples
     )
+    own_update = self._own_update
     parts, vector = None, scalars.vector
-    if self.policy.admits is None and self.policy.max_lead != 0:
-      # No policy can refuse: send the gradients without waiting for an answer.
-      parcels = self._own_update.pack(gradients, scalars)
-      parts, vector = self._own_update.send(parcels)
-    else:
-      parcels = self._own_update.pack(gradients)
+    may_refuse = self.policy.admits is not None or self.policy.max_lead == 0
+    is_by_task = not may_refuse and own_update.is_by_task
+    parcels = own_update.pack(gradients, None if may_refuse else scalars)
+    if not may_refuse and not is_by_task:
+      # Send the gradients without waiting for an answer.
+      parts, vector = own_update.send(parcels)
 
     def admit() -> list[Any]:
-      replica, local_step, is_sound, *report = scalars.split(vector)
+      landed, sent = [], [vector]
+      if is_by_task:
+        landed, sent = own_update.land(0, parcels[0])
+      replica, local_step, is_sound, *report = scalars.split(*sent)
       # Wait for the gradient before any clock or lock.
       with tf.control_dependencies([is_sound]):
         clock = self._clocks.next_clock(replica)
         passed = self._clocks.before(replica, clock)
       with tf.control_dependencies([passed]):
         admission = self.admission.admit(replica, local_step, is_sound)
-      return [admission, clock, replica, *report]
+      decision = own_update.pack_decision(
+        replica, admission.admitted, admission.version, admission.staleness
+      )
+      return [admission, clock, replica, decision, landed, *report]
 
-    admission, clock, landed, loss, num_examples = control_flow.call_on(
-      self._device, admit
-    )
+    (
+      admission,
+      clock,
+      replica_there,
+      decision,
+      landed,
+      loss,
+      num_examples,
+    ) = control_flow.call_on(self._device, admit)
     if tf.is_tensor(replica):
-      replica = landed
+      replica = replica_there
 
     def finish(is_update: tf.Tensor | bool) -> tf.Tensor:
       return self.admission.finish(
         replica, admission.staleness, loss, num_examples, is_update
       )
 
-    step, *times = self._apply_if_admitted(
-      parcels, parts, replica, admission, finish
-    )
-
-    def release() -> step_token.StepToken:
-      passed = tf.identity(self._clocks.after(replica, clock))
+    def release(
+      step: tf.Tensor, *times: tf.Tensor | float
+    ) -> step_token.StepToken:
+      with tf.control_dependencies([step]):
+        passed = tf.identity(self._clocks.after(replica, clock))
       return step_token.StepToken(
         tf.cast(admission.admitted, tf.int64),
         tf.identity(step),
@@ -488,11 +500,32 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         step_token.pack_times(*times, released=step_token.now(passed)),
       )
 
-    return control_flow.call_on(self._device, release, [step])
+    if is_by_task:
+      done, arrived_at = zip(
+        *own_update.apply_by_task(parcels, landed, decision), strict=True
+      )
+
+      def count() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        step = finish(True)
+        return step, arrived_at[0], step_token.now(step)
+
+      def count_and_release() -> step_token.StepToken:
+        step, *times = tf.cond(
+          admission.admitted, count, lambda: self._refuse(admission)
+        )
+        return release(step, step_token.never(), *times)
+
+      return control_flow.call_on(self._device, count_and_release, done)
+    step, *times = self._apply_if_admitted(
+      parcels, parts, replica, admission, finish
+    )
+    return control_flow.call_on(
+      self._device, lambda: release(step, *times), [step]
+    )
 
   def _apply_if_admitted(
     self,
-    parcels: Sequence[own_update.TaskGradients],
+    parcels: Sequence[own_update_lib.TaskGradients],
     parts: list[list[rule_base.Gradient]] | None,
     replica: int | tf.Tensor,
     admission: async_admission.Admission,
@@ -527,17 +560,27 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         finish,
       )
 
-    def drop():
-      ended = tf.constant(step_token.ENDED, tf.int64)
-      step = tf.where(admission.has_ended, ended, admission.version)
-      return step, step_token.never(), step_token.never()
-
     with tf.device(self._device):
       admitted_at = (
         step_token.NEVER if parts else step_token.now(admission.admitted)
       )
-      step, *times = tf.cond(admission.admitted, apply, drop)
+      step, *times = tf.cond(
+        admission.admitted, apply, lambda: self._refuse(admission)
+      )
     return step, admitted_at, *times
+
+  def _refuse(
+    self, admission: async_admission.Admission
+  ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns what a replica is told if its gradients are refused.
+
+    Returns:
+      The global step from which the replica continues, or `step_token.ENDED`
+      (-1); and twice `NEVER`, as the gradients were not delivered and applied.
+    """
+    ended = tf.constant(step_token.ENDED, tf.int64)
+    step = tf.where(admission.has_ended, ended, admission.version)
+    return step, step_token.never(), step_token.never()
 
   # The chief's half.
 

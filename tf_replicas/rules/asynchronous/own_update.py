@@ -241,6 +241,101 @@ class OwnUpdate:
     with tf.device(self._store.device_of_task(0)):
       return step, arrived_at, step_token.now(step)
 
+  @property
+  def is_by_task(self) -> bool:
+    """Whether `apply_by_task` can apply gradients."""
+    is_single = self._per_update == 1 and not self._snapshot_reads
+    return is_single and self._update.is_by_task
+
+  def pack_decision(
+    self,
+    replica: int | tf.Tensor,
+    admitted: tf.Tensor,
+    version: tf.Tensor,
+    staleness: tf.Tensor,
+  ) -> tf.Tensor:
+    """Packs all that the PS tasks must know to apply gradients, or not to.
+
+    To be used inside a `tf.function`, on PS task 0.
+
+    Args:
+      replica: The index of the replica that computed the gradients.
+      admitted: bool scalar, whether the gradients are applied.
+      version: int64 scalar, the number of updates before this one.
+      staleness: int64 scalar, the number of updates since the replica read the
+        variables.
+
+    Returns:
+      The argument `decision` of `apply_by_task`, an int64 vector.
+    """
+    origins = self._update.inner.read_origins()
+    replica, admitted = (tf.cast(x, tf.int64) for x in (replica, admitted))
+    return tf.stack([replica, admitted, version, staleness, *origins])
+
+  def apply_by_task(
+    self,
+    by_task: Sequence[TaskGradients],
+    first: Sequence[Any],
+    decision: tf.Tensor,
+  ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Sends and applies one replica's gradients, by one call on each PS task.
+
+    This needs the fewest messages between tasks: each gets its gradients and
+    `decision`, and says when it has finished. It is possible only if
+    `is_by_task`. To be used inside a `tf.function`.
+
+    Args:
+      by_task: The result of `pack`.
+      first: The gradients on PS task 0, as `land` returned them there.
+      decision: What `pack_decision` returned.
+
+    Returns:
+      For each PS task that has variables, a pair: a bool scalar, which is
+      available when the task has finished; and the time when the gradients had
+      arrived there, in float64 seconds since 1970.
+    """
+    present = [False] * len(self._store.contributed)
+    for task, gradients in enumerate(by_task):
+      shards = self._store.contributed_shards(task)
+      for i in [*gradients.dense, *gradients.sparse]:
+        present[shards[i][0]] = True
+
+    def apply_on(task: int) -> tuple[tf.Tensor, tf.Tensor]:
+      landed = first
+      if task:
+        landed, _ = self.land(task, by_task[task])
+      # Tensors of this function, as `call_on` requires.
+      arrived = [tf.identity(_values(g)) for g in landed]
+      arrived_at = step_token.now(*arrived)
+      gradients = self._by_shard(task, by_task[task], landed)
+      replica, admitted, version, staleness, *origins = tf.unstack(decision)
+      factor = None
+      if self._policy.rate_factor is not None:
+        factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
+
+      def apply() -> tf.Tensor:
+        return self._update.on_task(
+          task,
+          present,
+          version,
+          lambda _: gradients,
+          1,
+          origins=origins,
+          lock=self._locks[task] if self._use_locking else None,
+          transform=functools.partial(self._compensate_all, replica),
+          rate_factor=factor,
+        )
+
+      return control_flow.run_if(admitted > 0, apply), arrived_at
+
+    return [
+      control_flow.call_on(
+        self._store.device_of_task(task), functools.partial(apply_on, task)
+      )
+      for task in range(self._store.num_tasks)
+      if self._store.contributed_shards(task)
+    ]
+
   def _present(self, parts) -> list[bool]:
     """Finds out for which variables a replica has gradients.
 
@@ -428,28 +523,47 @@ class OwnUpdate:
     arrived = []
     vector = None
     for task, gradients in enumerate(by_task):
-      shards = self._store.contributed_shards(task)
-      parts: list[parameter_store.Gradient] = [None] * len(shards)
+      landed, scalars = [], []
       if gradients.bundle.packed:
-        land = functools.partial(self._land, task, gradients)
-        landed = control_flow.call_on(self._store.device_of_task(task), land)
-        for i in [*gradients.dense, *gradients.sparse]:
-          parts[i] = landed.pop(0)
-        if landed:
-          (vector,) = landed
-      arrived.append(parts)
+        landed, scalars = control_flow.call_on(
+          self._store.device_of_task(task),
+          functools.partial(self.land, task, gradients),
+        )
+      arrived.append(self._by_shard(task, gradients, landed))
+      if scalars:
+        (vector,) = scalars
     return arrived, vector
 
-  def _land(self, task: int, gradients: TaskGradients) -> list[Any]:
-    """Unpacks gradients on their PS task.
+  def _by_shard(
+    self, task: int, gradients: TaskGradients, landed: Sequence[Any]
+  ) -> list[parameter_store.Gradient]:
+    """Returns one gradient or None per shard (part of a variable) on a PS task.
+
+    Args:
+      task: The PS task.
+      gradients: The packed gradients.
+      landed: The gradients that `land` returned.
+    """
+    shards = self._store.contributed_shards(task)
+    parts: list[parameter_store.Gradient] = [None] * len(shards)
+    for i, gradient in zip(
+      [*gradients.dense, *gradients.sparse], landed, strict=True
+    ):
+      parts[i] = gradient
+    return parts
+
+  def land(
+    self, task: int, gradients: TaskGradients
+  ) -> tuple[list[Any], list[tf.Tensor]]:
+    """Unpacks gradients on their PS task; to be used within `call_on`.
 
     Args:
       task: The PS task.
       gradients: The packed gradients.
 
     Returns:
-      The dense gradients, the sparse gradients, and the vector of the scalars
-      if there are scalars.
+      Two lists: the dense gradients, then the sparse gradients; and the vector
+      of the scalars, if there are scalars.
     """
     parcel, _, sparse, bundle = gradients
     tensors = bundle.unpack(bundle.packed)
@@ -462,7 +576,7 @@ class OwnUpdate:
       shape = tf.constant(item.shape, tf.int64)
       values = tf.cast(values, item.dtype)
       landed.append(tf.IndexedSlices(values, indices, shape))
-    return [*landed, *tensors[end:]]
+    return landed, tensors[end:]
 
   def _owner(self, task: int, i: int) -> tuple[int, int]:
     """Returns (variable's position in `store.specs`, number of the shard).

@@ -537,7 +537,18 @@ class Contributions:
     for variable, value in zip(self._ledger, ledger, strict=True):
       variable.assign(value)
 
-  def take_sums(self, task: int) -> list[parameter_store.Gradient]:
+  def read_accepted(self) -> tf.Tensor:
+    """Reads which contributions the step has accepted, on PS task 0.
+
+    Returns:
+      int64 [N, 2], a row (replica, tag) for each of N; -1 if there are fewer.
+    """
+    with tf.device(self._device):
+      return self._ledger.accepted.read_value()
+
+  def take_sums(
+    self, task: int, accepted: tf.Tensor
+  ) -> list[parameter_store.Gradient]:
     """Sums the gradients that the step has accepted, for one PS task.
 
     The gradients are taken out of the queues on the task. To be called once per
@@ -545,13 +556,12 @@ class Contributions:
 
     Args:
       task: The index of the PS task.
+      accepted: What `read_accepted` returned.
 
     Returns:
       One sum for each variable, or shard of one, on the task, as
       `GradientQueues.take_sums` describes.
     """
-    with tf.device(self._device):
-      accepted = self._ledger.accepted.read_value()
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
