@@ -7,7 +7,6 @@ from typing import Any
 from typing import TypeVar
 
 import tensorflow as tf
-from tensorflow.python.ops import handle_data_util
 
 # Tensors in any `tf.nest` structure.
 _Tensors = TypeVar("_Tensors")
@@ -107,13 +106,8 @@ def _anchor(device: str) -> tf.Tensor:
   `call_on` gets an anchor of its own: see `_Handle` of `resources`.
   """
   with tf.init_scope(), tf.device(device):
-    handle = tf.raw_ops.VarHandleOp(
-      shape=[], dtype=tf.bool, shared_name="anchor"
-    )
-  shape = tf.TensorShape([])
-  data = handle_data_util.create_handle_data(shape, tf.bool)
-  handle_data_util.set_handle_data(handle, data)
-  return handle
+    # A handle, since small numbers would become constants.
+    return tf.raw_ops.VarHandleOp(shape=[], dtype=tf.bool, shared_name="anchor")
 
 
 def enclosing_call() -> Any:

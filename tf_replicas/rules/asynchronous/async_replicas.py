@@ -491,8 +491,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     def release(
       step: tf.Tensor, *times: tf.Tensor | float
     ) -> step_token.StepToken:
-      with tf.control_dependencies([step]):
-        passed = tf.identity(self._clocks.after(replica, clock))
+      passed = tf.identity(self._clocks.after(replica, clock))
       return step_token.StepToken(
         tf.cast(admission.admitted, tf.int64),
         tf.identity(step),
@@ -513,7 +512,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         step, *times = tf.cond(
           admission.admitted, count, lambda: self._refuse(admission)
         )
-        return release(step, step_token.never(), *times)
+        with tf.control_dependencies([step]):
+          return release(step, step_token.never(), *times)
 
       return control_flow.call_on(self._device, count_and_release, done)
     step, *times = self._apply_if_admitted(
