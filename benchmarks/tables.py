@@ -407,7 +407,8 @@ def _whole_range(values: Sequence[float]) -> str:
 
 def embedding_ratios() -> list[str]:
   """Returns the ratios of `benchmarks.embedding`."""
-  rounds = _read("embedding")["updates_per_sec"]
+  document = _read("embedding")
+  rounds, commit = document["updates_per_sec"], document["other_commit"]
 
   def quotients(first, second):
     return [r[first] / r[second] for r in rounds]
@@ -435,6 +436,13 @@ def embedding_ratios() -> list[str]:
         "the same by examples, since a synchronous update has two batches",
         _interval([2 * quotient for quotient in updates]),
       ],
+      *(
+        [
+          f"{kind} / the same at commit {commit}",
+          _interval(quotients(kind, f"{kind} at the commit")),
+        ]
+        for kind in ("asynchronous", "synchronous")
+      ),
     ],
   )
 
