@@ -140,6 +140,10 @@ class AlternatingOptimizer:
     """
     return False
 
+  def stays_on_task(self) -> bool:
+    """Returns whether `apply` uses only variables of its own PS task."""
+    return all(member.stays_on_task() for member in self._members.values())
+
   def read_origins(self) -> list[tf.Tensor]:
     """Reads the global steps at which the slots were created, on PS task 0.
 

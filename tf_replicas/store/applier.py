@@ -209,6 +209,7 @@ class Applier:
     return (
       self._clip_norm is None
       and not self._scaled_update.exists
+      and self.inner.stays_on_task()
       and not self.inner.has_common_state()
       and all(
         store.device_of_variables(task) == store.device_of_task(task)

@@ -625,6 +625,14 @@ class InnerOptimizer:
     """
     return bool(self._common)
 
+  def stays_on_task(self) -> bool:
+    """Returns whether `apply` uses only variables of its own PS task.
+
+    That is known for optimizers of Keras 3 (given `origins`). Another optimizer
+    may read a variable that it has placed elsewhere.
+    """
+    return self._is_keras
+
   def apply(
     self,
     task: int,
