@@ -569,24 +569,16 @@ class ParameterStore:
       The tensor of `message`, and one tensor per variable, on the caller's
       device.
     """
-    if not any(self._owners[1:]):
-      # All variables are on PS task 0: one call reads all.
-      return self._fetch(
-        read_shard,
-        self.wire_item,
-        in_order=in_order,
-        after=after,
-        message=lambda: message(self.read_global_step()),
-      )
-    step = control_flow.call_on(
-      self.device_of_task(0), self.read_global_step, after
-    )
+    read_step = self.read_global_step
+    if any(self._owners[1:]):  # Otherwise one call on PS task 0 reads all.
+      step = control_flow.call_on(self.device_of_task(0), read_step, after)
+      read_step, after = lambda: step, [step]
     return self._fetch(
       read_shard,
       self.wire_item,
       in_order=in_order,
-      after=[step],
-      message=lambda: message(step),
+      after=after,
+      message=lambda: message(read_step()),
     )
 
   def read_global_step(self) -> tf.Tensor:

@@ -21,6 +21,15 @@ from tf_replicas.store import tables
 
 _WORKER = 3
 _ROWS, _COLUMNS = 100, 4
+# What a step in a loop sends between a replica and 2 PS tasks.
+_OF_A_REPLICA = {
+  # Whether the loop goes on, the ids, and the gradients.
+  (_WORKER, 0): 3,
+  (_WORKER, 1): 3,
+  # The rows; the reply, together with the variables.
+  (0, _WORKER): 2,
+  (1, _WORKER): 1,
+}
 
 
 def _device(number):
@@ -115,21 +124,25 @@ def _messages(run):
   names = collections.defaultdict(set)
   for graph in graphs:
     for node in graph.node:
-      if node.op == "_Send" and not _is_of_batches(node):
-        ends = (node.attr[f"{end}_device"].s[-1:] for end in ("send", "recv"))
-        names[tuple(map(int, ends))].add(node.attr["tensor_name"].s)
+      ends = tuple(
+        int(node.attr[f"{end}_device"].s[-1:] or -1) for end in ("send", "recv")
+      )
+      if node.op == "_Send" and not _is_of_batches(node, ends):
+        names[ends].add(node.attr["tensor_name"].s)
   return {ends: len(found) for ends, found in names.items()}
 
 
-def _is_of_batches(node):
+def _is_of_batches(node, ends):
   """Returns whether a message has to do with the iterator, or with the loop.
 
   Those of the loop are sent once, not in each iteration, or because the
   iterator is in the loop.
   """
   name = str(node.input)
-  outside = ("Iterator", "exit", "Func/while/cond", "merge", "Assert")
-  return any(part in name for part in (*outside, "loop_body_control"))
+  outside = ["Iterator", "exit", "Func/while/cond", "merge", "Assert"]
+  if 0 in ends:
+    outside.append("loop_body_control")
+  return any(part in name for part in outside)
 
 
 class RowMessagesTest(stores.TestCase):
@@ -146,6 +159,7 @@ class RowMessagesTest(stores.TestCase):
       for ends in ((_WORKER, task), (task, _WORKER)):
         self.assertEqual(three[ends] - one[ends], 2, (one, three))
     # The ids and the gradients; with these, the loss and other scalars.
+    self.assertEqual(one[_WORKER, 0], 2)
     self.assertEqual(one[_WORKER, 1], 2)
     # The rows; whether an update is admitted is no matter of the replica.
     self.assertEqual(one[1, _WORKER], 1)
@@ -153,20 +167,8 @@ class RowMessagesTest(stores.TestCase):
   def test_an_asynchronous_step_in_a_loop_needs_eleven(self):
     training = _Training(async_replicas.AsyncReplicasOptimizer, 1)
     found = _messages(lambda: training.run(2, is_preadmitted=False))
-    self.assertEqual(
-      found,
-      {
-        # Whether the loop goes on, the ids, and the gradients.
-        (_WORKER, 0): 3,
-        (_WORKER, 1): 3,
-        # The rows; the reply, together with the variables.
-        (0, _WORKER): 2,
-        (1, _WORKER): 1,
-        # The decision on the gradients; that they are applied.
-        (0, 1): 1,
-        (1, 0): 1,
-      },
-    )
+    # The decision on the gradients; that they are applied.
+    self.assertEqual(found, {**_OF_A_REPLICA, (0, 1): 1, (1, 0): 1})
 
   def test_a_synchronous_step_in_a_loop_needs_ten(self):
     training = _Training(sync_replicas.SyncReplicasOptimizer, 1)
@@ -177,17 +179,8 @@ class RowMessagesTest(stores.TestCase):
     training.step(is_preadmitted=False)
     found = _messages(lambda: training.run(2, is_preadmitted=True))
     chief.join()
-    self.assertEqual(
-      found,
-      {
-        (_WORKER, 0): 3,
-        (_WORKER, 1): 3,
-        (0, _WORKER): 2,
-        (1, _WORKER): 1,
-        # The gradients have arrived.
-        (1, 0): 1,
-      },
-    )
+    # The gradients have arrived.
+    self.assertEqual(found, {**_OF_A_REPLICA, (1, 0): 1})
 
 
 if __name__ == "__main__":

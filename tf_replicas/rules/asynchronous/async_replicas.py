@@ -456,7 +456,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       parts, vector = own_update.send(parcels)
 
     def admit() -> list[Any]:
-      landed, sent = [], [vector]
+      landed, sent, decision = [], [vector], []
       if is_by_task:
         landed, sent = own_update.land(0, parcels[0])
       replica, local_step, is_sound, *report = scalars.split(*sent)
@@ -466,9 +466,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         passed = self._clocks.before(replica, clock)
       with tf.control_dependencies([passed]):
         admission = self.admission.admit(replica, local_step, is_sound)
-      decision = own_update.pack_decision(
-        replica, admission.admitted, admission.version, admission.staleness
-      )
+      if is_by_task:
+        decision = own_update.pack_decision(
+          replica, admission.admitted, admission.version, admission.staleness
+        )
       return [admission, clock, replica, decision, landed, *report]
 
     (

@@ -206,9 +206,7 @@ class OwnUpdate:
       arrived_at = step_token.now(
         *(_values(g) for g in parts[0] if g is not None)
       )
-    factor = None
-    if self._policy.rate_factor is not None:
-      factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
+    factor = self._rate_factor(staleness)
 
     def apply_at_once():
       updated = self._update(
@@ -294,11 +292,12 @@ class OwnUpdate:
       available when the task has finished; and the time when the gradients had
       arrived there, in float64 seconds since 1970.
     """
-    present = [False] * len(self._store.contributed)
-    for task, gradients in enumerate(by_task):
-      shards = self._store.contributed_shards(task)
-      for i in [*gradients.dense, *gradients.sparse]:
-        present[shards[i][0]] = True
+    present = self._present(
+      [
+        self._by_shard(task, gradients, [*gradients.dense, *gradients.sparse])
+        for task, gradients in enumerate(by_task)
+      ]
+    )
 
     def apply_on(task: int) -> tuple[tf.Tensor, tf.Tensor]:
       landed = first
@@ -309,9 +308,6 @@ class OwnUpdate:
       arrived_at = step_token.now(*arrived)
       gradients = self._by_shard(task, by_task[task], landed)
       replica, admitted, version, staleness, *origins = tf.unstack(decision)
-      factor = None
-      if self._policy.rate_factor is not None:
-        factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
 
       def apply() -> tf.Tensor:
         return self._update.on_task(
@@ -323,7 +319,7 @@ class OwnUpdate:
           origins=origins,
           lock=self._locks[task] if self._use_locking else None,
           transform=functools.partial(self._compensate_all, replica),
-          rate_factor=factor,
+          rate_factor=self._rate_factor(staleness),
         )
 
       return control_flow.run_if(admitted > 0, apply), arrived_at
@@ -335,6 +331,17 @@ class OwnUpdate:
       for task in range(self._store.num_tasks)
       if self._store.contributed_shards(task)
     ]
+
+  def _rate_factor(self, staleness: tf.Tensor) -> tf.Tensor | None:
+    """Returns what the policy multiplies the learning rate by; None: nothing.
+
+    Args:
+      staleness: int64 scalar, the number of updates since the replica read the
+        variables.
+    """
+    if self._policy.rate_factor is None:
+      return None
+    return self._policy.rate_factor(tf.cast(staleness, tf.float32))
 
   def _present(self, parts) -> list[bool]:
     """Finds out for which variables a replica has gradients.
@@ -536,16 +543,16 @@ class OwnUpdate:
 
   def _by_shard(
     self, task: int, gradients: TaskGradients, landed: Sequence[Any]
-  ) -> list[parameter_store.Gradient]:
+  ) -> list[Any]:
     """Returns one gradient or None per shard (part of a variable) on a PS task.
 
     Args:
       task: The PS task.
       gradients: The packed gradients.
-      landed: The gradients that `land` returned.
+      landed: The gradients that `land` returned, or what stands for each.
     """
     shards = self._store.contributed_shards(task)
-    parts: list[parameter_store.Gradient] = [None] * len(shards)
+    parts: list[Any] = [None] * len(shards)
     for i, gradient in zip(
       [*gradients.dense, *gradients.sparse], landed, strict=True
     ):
