@@ -329,7 +329,7 @@ def test_a_series_with_failures(tmp_path):
 
 
 _LOST_TOGETHER = """
-import os, pathlib, signal, subprocess
+import os, pathlib, signal, subprocess, sys
 import keras, numpy as np
 import tf_replicas
 
@@ -344,13 +344,20 @@ class LoseTwoTasks(keras.callbacks.Callback):
     lost = [
       path.name
       for path in pathlib.Path("tasks").iterdir()
-      if path.read_text() in ("ps:0", "worker:1")
+      if path.read_text() in sys.argv[1:]
     ]
     if epoch == 1 and len(lost) == 2:
-      here = os.getpid()
-      # This process is the chief.
-      commands = f"kill -KILL {' '.join(lost)}; kill -STOP {here}; sleep 20"
-      subprocess.Popen(["sh", "-c", f"{commands}; kill -CONT {here}"])
+      here = os.getpid()  # This process is the chief.
+      others = [pid for pid in lost if pid != str(here)]
+      commands = f"kill -KILL {' '.join(others)}"
+      if len(others) == 1:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        # The launcher restarts a chief that this signal killed.
+        commands += f"; kill -ALRM {here}"
+      else:
+        commands += f"; kill -STOP {here}; sleep 20; kill -CONT {here}"
+      subprocess.Popen(["sh", "-c", commands])
 
 
 def train(rate, train_dir, **more):
@@ -378,8 +385,35 @@ def test_a_worker_and_ps_task_0_are_lost_in_a_later_training(tmp_path):
   (tmp_path / "tasks").mkdir()
   script = tmp_path / "train.py"
   script.write_text(_LOST_TOGETHER, encoding="utf-8")
-  output = _run(tmp_path, "--workers=2", script.name)
+  output = _run(tmp_path, "--workers=2", script.name, "ps:0", "worker:1")
   assert "recovered from the loss of ps 0" in output
+  _assert_weight_of_keras(output, 0.2, epochs=4)
+
+
+@pytest.mark.exhaustive
+def test_the_chief_and_ps_task_0_are_lost_in_a_later_training(tmp_path):
+  """The chief's script begins anew, and PS task 0 knows of no training."""
+  (tmp_path / "tasks").mkdir()
+  script = tmp_path / "train.py"
+  script.write_text(_LOST_TOGETHER, encoding="utf-8")
+  command = ["-m", "tf_replicas.launch", "--workers=2", script.name]
+
+  def run(*lost: str) -> tuple[int, str]:
+    result = trials.python(*command, *lost, cwd=tmp_path)
+    return result.returncode, result.stdout + result.stderr
+
+  code, output = run("ps:0", "worker:0")
+  assert code == 1, output
+  assert "worker 0 was killed by SIGALRM; restarting it" in output
+  message = (
+    "worker 1 takes part in training 2, and the chief in training 1: the chief"
+    " was started again, and the results of its earlier trainings are lost."
+    " Start all tasks again."
+  )
+  assert f"[worker 1] error: {message}" in output
+  assert re.search(rf"^\[worker 0\] RuntimeError: {message}", output, re.M)
+  code, output = run()
+  assert code == 0, output
   _assert_weight_of_keras(output, 0.2, epochs=4)
 
 

@@ -15,7 +15,9 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 from typing import Protocol
 from typing import TypeVar
@@ -914,16 +916,16 @@ class ParameterServerDriver(Driver):
     self._heartbeats.release()
 
   def _agree(self) -> None:
-    """Makes sure that this task has the chief's variables and update rule.
+    """Makes sure that this task takes part in the training of the chief.
 
-    The chief publishes descriptions of its variables and of its update rule.
-    Any other task waits for these descriptions, and compares them with its own
-    variables and rule. If they differ, it ends the training for all tasks. This
-    is done before any variable is created on the PS tasks.
+    The chief publishes the name of the training, and descriptions of its
+    variables and of its update rule. Any other task waits for them, and
+    compares them with its own. If they differ, it ends the training for all
+    tasks. This is done before any variable is created on the PS tasks.
 
     Raises:
-      RuntimeError: In a task that is not the chief, if variables or rule
-        differ, or the chief failed.
+      RuntimeError: In a task that is not the chief, if training, variables or
+        rule differ, or the chief failed.
       TimeoutError: If the chief does not publish them in time.
       tf.errors.UnavailableError: In a task that is not the chief, if a
         parameter server was lost meanwhile, or the chief has recovered from
@@ -932,6 +934,7 @@ class ParameterServerDriver(Driver):
     rule, variables = self.rule.signature(), self.store.signature()
     generation = self._heartbeats.generation
     signature = {
+      "training": self._options.namespace,
       "rule": rule,
       "variables": variables,
       "generation": generation,
@@ -969,16 +972,37 @@ class ParameterServerDriver(Driver):
     if isinstance(theirs, str):  # The chief failed.
       self._heartbeats.leave()
       raise RuntimeError(theirs)
-    found = heartbeats.differences(variables, theirs["variables"])
-    if rule != theirs["rule"]:
-      found.append(
-        f"the update rule is {rule} here and {theirs['rule']} at the chief"
-      )
-    if found:
-      message = f"{self.task} differs from the chief: {'; '.join(found)}"
+    message = self._difference(signature, theirs)
+    if message:
       self._heartbeats.end(message)
       self._heartbeats.leave()
       raise RuntimeError(message)
+
+  def _difference(
+    self, own: Mapping[str, Any], chiefs: Mapping[str, Any]
+  ) -> str | None:
+    """Says how this task differs from the chief; None if it does not.
+
+    Args:
+      own: What this task would publish if it were the chief.
+      chiefs: What the chief has published.
+    """
+    if own["training"] != chiefs["training"]:
+      return (
+        f"{self.task} takes part in training {own['training']}, and the chief"
+        f" in training {chiefs['training']}: the chief was started again, and"
+        " the results of its earlier trainings are lost. Start all tasks again."
+        " With a `train_dir` for each training, they resume"
+      )
+    found = heartbeats.differences(own["variables"], chiefs["variables"])
+    if own["rule"] != chiefs["rule"]:
+      found.append(
+        f"the update rule is {own['rule']} here and {chiefs['rule']} at the"
+        " chief"
+      )
+    if not found:
+      return None
+    return f"{self.task} differs from the chief: {'; '.join(found)}"
 
   @functools.cached_property
   def _is_sparse(self) -> list[bool]:
