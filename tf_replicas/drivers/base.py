@@ -545,7 +545,7 @@ class ParameterServerDriver(Driver):
     Raises:
       TimeoutError: If a serving task or the chief does not answer in time.
       RuntimeError: If this program builds other variables, or another update
-        rule, than the chief.
+        rule, than the chief, or takes part in another training of a series.
       ValueError: If the model was built before the process was connected, the
         rule is for another number of replicas, or the namespace is invalid.
     """
@@ -611,7 +611,7 @@ class ParameterServerDriver(Driver):
     Raises:
       TimeoutError: If the chief does not answer in time.
       RuntimeError: If this program builds other variables, or another update
-        rule, than the chief.
+        rule, than the chief, or takes part in another training of a series.
       ValueError: If the rule is for another number of replicas.
     """
     self._is_built = False
@@ -990,9 +990,9 @@ class ParameterServerDriver(Driver):
     if own["training"] != chiefs["training"]:
       return (
         f"{self.task} takes part in training {own['training']}, and the chief"
-        f" in training {chiefs['training']}: the chief was started again, and"
-        " the results of its earlier trainings are lost. Start all tasks again."
-        " With a `train_dir` for each training, they resume"
+        f" in training {chiefs['training']}: the chief was started again, or"
+        " this task was too late. Start all tasks again. With a `train_dir` for"
+        " each training, they resume"
       )
     found = heartbeats.differences(own["variables"], chiefs["variables"])
     if own["rule"] != chiefs["rule"]:

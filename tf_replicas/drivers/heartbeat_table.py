@@ -64,8 +64,8 @@ class HeartbeatTable:
       until the chief has saved a checkpoint.
     is_open: Whether the chief has let the other clients begin.
     versions: The result of `versions.here()` in the serving task, as JSON.
-    signature: The variables and the update rule of the chief, as JSON; "" until
-      the chief has published them.
+    signature: The name of the training, and the variables and the update rule
+      of the chief, as JSON; "" until the chief has published them.
     number: The number of the present training of a series, from 1 on; 0 once
       the series is over; `NOT_BEGUN` (-1) until the chief has published it.
     call: What the chief calls in the present training: bytes that

@@ -574,8 +574,9 @@ class Heartbeats:
     """Publishes what the chief trains. Only the chief calls this.
 
     Args:
-      signature: A description of the variables and the update rule, of types
-        that JSON can represent. `published` returns it in the other tasks.
+      signature: The name of the training, and a description of the variables
+        and the update rule, of types that JSON can represent. `published`
+        returns it in the other tasks.
     """
     table = self._first
     if self.number() != self._number:  # PS task 0 was started or restarted.

@@ -124,7 +124,7 @@ def serve(
   with interrupts.sigterm_calls(lambda *_: asked.set()):
     leaves_since = None
     while not all(bool(table.dismissed.numpy()) for table in tables):
-      # It takes milliseconds of processor time.
+      # Not more often: to read the ages takes milliseconds of processor time.
       is_due = time.monotonic() - looked >= heartbeats.BEAT_SECS
       is_asked = asked.is_set()
       if is_due or is_asked:

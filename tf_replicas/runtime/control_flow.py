@@ -46,8 +46,8 @@ def call_on(
 
   The function of the call makes the handles of shared resources by itself
   (`enclosing_call`), so it does not get them from outside. So TensorFlow does
-  not put two calls that use the same resource in order: only the tensors that
-  they get and return do.
+  not put the call in order with other operations that use the same resource,
+  within a call or not: only the tensors that they get and return do.
 
   In eager mode, the operations are not joined. Nor are they on a device whose
   name has no job: it is in this process, so there are no messages to save.

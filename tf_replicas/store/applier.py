@@ -162,9 +162,9 @@ class Applier:
     tasks = range(self._store.num_tasks)
     means, moves = [], []
     for task in tasks:
-      pairs = self._means(task, present, take_sums, num_contributions)
-      means.append([p for p in pairs if p[1].trainable])
-      moves.append([p for p in pairs if not p[1].trainable])
+      trained, others = self._means(task, present, take_sums, num_contributions)
+      means.append(trained)
+      moves.append(others)
     overflows: list[tf.Tensor] = []
     if self._scaled_update.exists:
       for task in tasks:
@@ -251,11 +251,9 @@ class Applier:
     """
 
     def apply() -> None:
-      pairs = self._means(task, present, take_sums, num_contributions)
       changed = self._apply_on(
         task,
-        [p for p in pairs if p[1].trainable],
-        [p for p in pairs if not p[1].trainable],
+        *self._means(task, present, take_sums, num_contributions),
         step,
         lock=lock,
         transform=transform,
@@ -331,7 +329,7 @@ class Applier:
     present: Sequence[bool],
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
     num_contributions: int | tf.Tensor,
-  ) -> list[Pair]:
+  ) -> tuple[list[Pair], list[Pair]]:
     """Computes the mean over the contributions for every shard on a PS task.
 
     A shard is a variable or a part of one. For a trainable variable the mean is
@@ -347,11 +345,11 @@ class Applier:
         divided unless the variable has a divisor of its own.
 
     Returns:
-      (mean, variable of the shard) pairs. Variables that are not `present` are
-      left out.
+      The (mean, variable of the shard) pairs of trainable variables, and those
+      of statistics. Variables that are not `present` are left out.
     """
     shards = self._store.contributed_shards(task)
-    pairs = []
+    trained, statistics = [], []
     with tf.device(self._store.device_of_task(task)):
       sums = take_sums(task)
     with tf.device(self._store.device_of_variables(task)):
@@ -373,8 +371,9 @@ class Applier:
         count = self._store.specs[index].divisor or num_contributions
         if tf.is_tensor(count) or count > 1:
           total = gradient_math.scaled(total, 1 / count)
+        pairs = trained if variable.trainable else statistics
         pairs.append((total, variable))
-    return pairs
+    return trained, statistics
 
   def _clip(self, means: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
     """Clips the mean gradients of all PS tasks to the global norm `clip_norm`.

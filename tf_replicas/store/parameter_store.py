@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -31,6 +32,8 @@ from tf_replicas.store import tables
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 Value = tf.Tensor | np.ndarray | float
+# Tensors in any structure.
+_Tensors = TypeVar("_Tensors")
 
 
 def ps_device(task: int) -> str:
@@ -286,6 +289,26 @@ class ParameterStore:
       for position, index in enumerate(self.contributed)
       for number, shard in enumerate(self.shards[index])
       if shard.task == task
+    ]
+
+  def call_on_tasks(self, fn: Callable[[int], _Tensors]) -> list[_Tensors]:
+    """Makes one call on each PS task that holds a part of what changes.
+
+    These are the tasks with shards that `contributed_shards` lists.
+
+    Args:
+      fn: Maps the index of a PS task to tensors in any structure, as the
+        argument `fn` of `control_flow.call_on`, which makes the calls.
+
+    Returns:
+      The result of each call, on its task.
+    """
+    return [
+      control_flow.call_on(
+        self.device_of_task(task), functools.partial(fn, task)
+      )
+      for task in range(self.num_tasks)
+      if self.contributed_shards(task)
     ]
 
   def variables(self, index: int) -> list[tf.Variable]:

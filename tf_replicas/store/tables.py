@@ -437,9 +437,14 @@ class Rows:
     numbers, rows = self.place(ids)
 
     def reader(part: Any) -> Callable[[tf.Tensor], tf.Tensor]:
-      return lambda own: control_flow.call_on(
-        part.device, lambda: part.gather(own)
-      )
+      def read(own: tf.Tensor) -> tf.Tensor:
+        if isinstance(part, tf.Variable):
+          return control_flow.call_on(part.device, lambda: part.gather(own))
+        # Moving averages also need the global step, which is on PS task 0.
+        with tf.device(part.device):
+          return part.gather(own)
+
+      return read
 
     return _from_parts([reader(part) for part in parts], numbers, rows)
 

@@ -22,6 +22,8 @@ from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.rules.sync import ledger
 from tf_replicas.rules.sync import quorum
 from tf_replicas.runtime import resources
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
 
 COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, _ = map(int, protocol.Status)
 KIND = protocol.MessageType
@@ -981,6 +983,50 @@ class SumsTest(stores.TestCase):
     third = {"bfloat16": 171 / 512, "float16": 1365 / 4096}[dtype]
     expected = float(np.float32(third + 257))
     self.assertEqual(self._take(queues, [2, 1, 0]), [[expected] * 2])
+
+
+class DeletedTest(stores.TestCase):
+  """The chief deletes the variables and queues of a training."""
+
+  @parameterized.parameters(None, 5)
+  def test_a_replica_that_goes_on_fails_and_does_not_wait(self, admitted_tag):
+    specs = [stores.spec("w", [2])]
+    store = parameter_store.ParameterStore(
+      specs,
+      placement.plan(specs, placement.GreedyByBytes(1)),
+      num_tasks=1,
+      # A name with a job, for which a replica makes its calls.
+      device_of_task=lambda _: "/job:localhost/replica:0/task:0/device:CPU:0",
+      namespace=stores.namespace(),
+    )
+    chief, replica = (
+      contributions.Contributions(
+        store, num_replicas=1, quorum=quorum.Quorum(1, 1), is_sparse=[False]
+      )
+      for _ in range(2)
+    )
+    chief.initialize()
+
+    @tf.function(autograph=False)
+    def offer():
+      return replica.offer(
+        0,
+        [tf.ones([2])],
+        local_step=tf.constant(0, tf.int64),
+        loss=tf.constant(1.0),
+        num_examples=tf.constant(1),
+        preadmitted_tag=(
+          None if admitted_tag is None else tf.constant(admitted_tag, tf.int64)
+        ),
+      )
+
+    offer.get_concrete_function()
+    for shared in (chief._taker, chief._inbox, *chief._replies._queues):
+      tf.raw_ops.DestroyResourceOp(resource=shared._handle)
+    call = Call(offer)
+    self.assertTrue(call.ends())
+    with self.assertRaises(tf.errors.OpError):
+      call.result()
 
 
 if __name__ == "__main__":

@@ -456,9 +456,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       parts, vector = own_update.send(parcels)
 
     def admit() -> list[Any]:
-      landed, sent, decision = [], [vector], []
+      landed, sent, arrived_at, decision = [], [vector], [], []
       if is_by_task:
         landed, sent = own_update.land(0, parcels[0])
+        every = tf.nest.flatten([landed, sent], expand_composites=True)
+        arrived_at = step_token.now(*every)
       replica, local_step, is_sound, *report = scalars.split(*sent)
       # Wait for the gradient before any clock or lock.
       with tf.control_dependencies([is_sound]):
@@ -470,7 +472,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         decision = own_update.pack_decision(
           replica, admission.admitted, admission.version, admission.staleness
         )
-      return [admission, clock, replica, decision, landed, *report]
+      return [admission, clock, replica, decision, landed, arrived_at, *report]
 
     (
       admission,
@@ -478,6 +480,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       replica_there,
       decision,
       landed,
+      arrived_at,
       loss,
       num_examples,
     ) = control_flow.call_on(self._device, admit)
@@ -501,13 +504,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       )
 
     if is_by_task:
-      done, arrived_at = zip(
-        *own_update.apply_by_task(parcels, landed, decision), strict=True
-      )
+      done = own_update.apply_by_task(parcels, landed, decision)
 
       def count() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         step = finish(True)
-        return step, arrived_at[0], step_token.now(step)
+        return step, arrived_at, step_token.now(step)
 
       def count_and_release() -> step_token.StepToken:
         step, *times = tf.cond(

@@ -241,7 +241,11 @@ class OwnUpdate:
 
   @property
   def is_by_task(self) -> bool:
-    """Whether `apply_by_task` can apply gradients."""
+    """Whether `apply_by_task` can apply gradients.
+
+    It can if an update has one set of gradients, no lock is held while replicas
+    read the variables, and `Applier.is_by_task` is True.
+    """
     is_single = self._per_update == 1 and not self._snapshot_reads
     return is_single and self._update.is_by_task
 
@@ -264,7 +268,9 @@ class OwnUpdate:
         variables.
 
     Returns:
-      The argument `decision` of `apply_by_task`, an int64 vector.
+      The argument `decision` of `apply_by_task`, an int64 vector: `replica`,
+      `admitted` (0 or 1), `version`, `staleness`, and what
+      `InnerOptimizer.read_origins` returns.
     """
     origins = self._update.inner.read_origins()
     replica, admitted = (tf.cast(x, tf.int64) for x in (replica, admitted))
@@ -275,7 +281,7 @@ class OwnUpdate:
     by_task: Sequence[TaskGradients],
     first: Sequence[Any],
     decision: tf.Tensor,
-  ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+  ) -> list[tf.Tensor]:
     """Sends and applies one replica's gradients, by one call on each PS task.
 
     This needs the fewest messages between tasks: each gets its gradients and
@@ -284,13 +290,12 @@ class OwnUpdate:
 
     Args:
       by_task: The result of `pack`.
-      first: The gradients on PS task 0, as `land` returned them there.
+      first: The gradients on PS task 0, which `land` returned there.
       decision: What `pack_decision` returned.
 
     Returns:
-      For each PS task that has variables, a pair: a bool scalar, which is
-      available when the task has finished; and the time when the gradients had
-      arrived there, in float64 seconds since 1970.
+      For each PS task that has variables, a bool scalar, which is available
+      when the task has finished.
     """
     present = self._present(
       [
@@ -299,13 +304,8 @@ class OwnUpdate:
       ]
     )
 
-    def apply_on(task: int) -> tuple[tf.Tensor, tf.Tensor]:
-      landed = first
-      if task:
-        landed, _ = self.land(task, by_task[task])
-      # Tensors of this function, as `call_on` requires.
-      arrived = [tf.identity(_values(g)) for g in landed]
-      arrived_at = step_token.now(*arrived)
+    def apply_on(task: int) -> tf.Tensor:
+      landed = self.land(task, by_task[task])[0] if task else first
       gradients = self._by_shard(task, by_task[task], landed)
       replica, admitted, version, staleness, *origins = tf.unstack(decision)
 
@@ -322,15 +322,9 @@ class OwnUpdate:
           rate_factor=self._rate_factor(staleness),
         )
 
-      return control_flow.run_if(admitted > 0, apply), arrived_at
+      return control_flow.run_if(admitted > 0, apply)
 
-    return [
-      control_flow.call_on(
-        self._store.device_of_task(task), functools.partial(apply_on, task)
-      )
-      for task in range(self._store.num_tasks)
-      if self._store.contributed_shards(task)
-    ]
+    return self._store.call_on_tasks(apply_on)
 
   def _rate_factor(self, staleness: tf.Tensor) -> tf.Tensor | None:
     """Returns what the policy multiplies the learning rate by; None: nothing.
@@ -569,8 +563,8 @@ class OwnUpdate:
       gradients: The packed gradients.
 
     Returns:
-      Two lists: the dense gradients, then the sparse gradients; and the vector
-      of the scalars, if there are scalars.
+      A pair of lists. The first has the dense gradients, then the sparse ones.
+      The second has the vector of the scalars; it is empty if there are none.
     """
     parcel, _, sparse, bundle = gradients
     tensors = bundle.unpack(bundle.packed)

@@ -282,8 +282,7 @@ class Contributions:
       tag = step_token.microseconds(step_token.now())
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
       offered = self._send(kind, replica, tag, step=local_step)
-      with tf.control_dependencies([offered]):
-        verdict, step = self._replies.wait(replica, tag)
+      verdict, step = self._await_reply(offered, replica, tag)
       answered = step_token.now(verdict)
       admitted = tf.equal(verdict, int(Verdict.ADMIT))
       return [admitted, step, answered, tag, replica, report]
@@ -345,8 +344,7 @@ class Contributions:
       delivered = self._send(kind, replica, tag, report=report, present=present)
       with tf.control_dependencies([delivered]):
         delivered_at = step_token.now()
-      with tf.control_dependencies([delivered_at]):
-        verdict, step = self._replies.wait(replica, tag)
+      verdict, step = self._await_reply(delivered_at, replica, tag)
       times = step_token.pack_times(
         admitted_at, delivered_at, released=step_token.now(verdict)
       )
@@ -376,6 +374,35 @@ class Contributions:
       return self._inbox.enqueue(
         [header, report, tf.convert_to_tensor(present)]
       )
+
+  def _await_reply(
+    self, sent: tf.Operation | tf.Tensor | None, replica, tag
+  ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Waits for the chief's reply to a message.
+
+    A replica that has not heard of it yet may still use a namespace that the
+    chief has deleted, after the loss of a parameter server. The first op of a
+    call that needs a queue makes a deleted queue anew. Nobody else would use
+    the new queues, so the wait would never end. Variables are not made anew, so
+    reading one fails.
+
+    Args:
+      sent: Available once the message is in the inbox.
+      replica: The index of the replica.
+      tag: int64 scalar, the tag of the contribution that the message is about.
+
+    Returns:
+      The `protocol.Verdict`, and the global step from which the replica
+      continues, int64 scalars.
+
+    Raises:
+      tf.errors.OutOfRangeError: At run time, after `close`.
+      tf.errors.OpError: At run time, if the namespace was deleted.
+    """
+    with tf.control_dependencies([sent]):
+      exists = self._taker.read_value()
+    with tf.control_dependencies([exists]):
+      return self._replies.wait(replica, tag)
 
   # The chief's side.
 

@@ -246,12 +246,13 @@ class GradientQueues:
     if not layout.num_shards:
       return []
     with tf.device(self._store.device_of_task(task)):
+      places = ledger.places(accepted)
       sums = layout.zeros()
       for replica in range(self._num_replicas):
-        sums = self._add_taken(task, replica, accepted, sums)
+        sums = self._add_taken(task, replica, places, sums)
       return layout.from_wire(sums)
 
-  def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
+  def _add_taken(self, task, replica, places, sums) -> list[tf.Tensor]:
     """Adds the accepted contributions of one replica to sums on a PS task.
 
     A contribution is one replica's gradients for one update, here only those of
@@ -261,21 +262,16 @@ class GradientQueues:
     Args:
       task: The index of the PS task.
       replica: The index of the replica.
-      accepted: int64 [N, 2], a row (replica, tag) for each accepted
-        contribution; -1 in rows that are not used.
+      places: The places of the step, with its accepted contributions.
       sums: One tensor per component of an element of the queue, except the tag.
 
     Returns:
       `sums` plus the accepted contributions of `replica`.
     """
     queue = self._queues[task][replica]
-    places = ledger.places(accepted)
-    tags = tf.boolean_mask(places.tag, places.replica == replica)
+    is_own = places.replica == replica
+    num_own = tf.math.count_nonzero(is_own, dtype=tf.int32)
     add = self._layouts[task].adders()
-    comes_first = tf.reduce_all(
-      (places.replica >= replica) | (places.replica < 0)
-    )
-    count = tf.math.count_nonzero(places.is_taken, dtype=tf.int32)
 
     def weigh(parts, taken):
       """Makes the sum of a statistic N times the entry of one replica.
@@ -286,8 +282,11 @@ class GradientQueues:
       """
       if not self._has_chief_statistics:
         return parts
-      is_first = comes_first & (taken == 0)
-      weight = tf.where(is_first, count, 0)
+      comes_first = tf.reduce_all(
+        (places.replica >= replica) | (places.replica < 0)
+      )
+      count = tf.math.count_nonzero(places.is_taken, dtype=tf.int32)
+      weight = tf.where(comes_first & (taken == 0), count, 0)
       kinds = self._layouts[task].is_statistic
       few = zip(parts, kinds, strict=False)
       weighed = [p * tf.cast(weight, p.dtype) if k else p for p, k in few]
@@ -295,7 +294,7 @@ class GradientQueues:
 
     def take(taken, *sums):
       tag, *parts = queue.dequeue()
-      is_wanted = tf.reduce_any(tags == tag)
+      is_wanted = tf.reduce_any(is_own & (places.tag == tag))
       parts = weigh(parts, taken)
       sums = tf.cond(
         is_wanted,
@@ -305,7 +304,7 @@ class GradientQueues:
       return [taken + tf.cast(is_wanted, tf.int32), *sums]
 
     return tf.while_loop(
-      lambda taken, *_: taken < tf.size(tags),
+      lambda taken, *_: taken < num_own,
       take,
       [tf.constant(0), *sums],
       shape_invariants=[

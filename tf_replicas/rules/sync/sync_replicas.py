@@ -593,6 +593,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     PS task 0 sends each of the others one message, which says whether it makes
     its part of the update, and from which contributions. They answer when they
     have finished.
+
+    Args:
+      may_update: See `_finish_step`.
+      present: See `_finish_step`.
+      collected: See `_finish_step`.
+
+    Returns:
+      What `_finish_step` returns.
     """
     is_begun = control_flow.run_if(
       may_update, lambda: self._mark.begin(collected.step)
@@ -600,22 +608,25 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     count = collected.count
     with tf.control_dependencies([is_begun]):
       accepted = self._contributions.read_accepted()
-      few = [may_update, collected.step, count, *self.inner.read_origins()]
-      few = tf.stack([tf.cast(x, tf.int64) for x in few])
-      decision = tf.concat([few, tf.reshape(accepted, [-1])], axis=0)
+      scalars = [may_update, collected.step, count, *self.inner.read_origins()]
+      scalars = tf.stack([tf.cast(scalar, tf.int64) for scalar in scalars])
+      # The message: the scalars, and the rows of `accepted`.
+      message = tf.concat([scalars, tf.reshape(accepted, [-1])], axis=0)
 
-    def part(task: int) -> tf.Tensor:
-      few_there, accepted_there = tf.split(
-        decision, [few.shape[0], accepted.shape.num_elements()]
+    def make_part(task: int) -> tf.Tensor:
+      its_scalars, its_rows = tf.split(
+        message, [scalars.shape[0], accepted.shape.num_elements()]
       )
-      makes, step, count_there, *origins = tf.unstack(few_there)
-      num_contributions = count
-      if tf.is_tensor(count):
-        num_contributions = tf.cast(count_there, tf.float64)
+      makes_update, step, its_count, *origins = tf.unstack(its_scalars)
+      # Otherwise it is the same number in every step.
+      is_variable = tf.is_tensor(count)
+      num_contributions = (
+        tf.cast(its_count, tf.float64) if is_variable else count
+      )
 
       def take_sums(task: int) -> list[rule_base.Gradient]:
-        rows = tf.reshape(accepted_there, accepted.shape)
-        return self._contributions.take_sums(task, rows)
+        its_accepted = tf.reshape(its_rows, accepted.shape)
+        return self._contributions.take_sums(task, its_accepted)
 
       def make() -> tf.Tensor:
         return self.applier.on_task(
@@ -628,17 +639,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
           rate_factor=self._rate_factor(num_contributions),
         )
 
-      return control_flow.run_if(makes > 0, make)
+      return control_flow.run_if(makes_update > 0, make)
 
-    done = [
-      control_flow.call_on(
-        self._store.device_of_task(task), functools.partial(part, task)
-      )
-      for task in range(self._store.num_tasks)
-      if self._store.contributed_shards(task)
-    ]
     # Each is equal to `may_update`, but comes from a task that has finished.
-    is_made = tf.reduce_all(done)
+    is_made = tf.reduce_all(self._store.call_on_tasks(make_part))
     return tf.cond(is_made, lambda: self._advance(collected), step_token.never)
 
   def _rate_factor(self, count: int | tf.Tensor) -> tf.Tensor | None:
