@@ -32,7 +32,7 @@ def _launch(*flags: str, **arguments) -> subprocess.CompletedProcess:
 
 def _train(*flags: str, **arguments) -> dict:
   """What the chief printed."""
-  result = _launch(*flags, **_SETTINGS, **arguments)
+  result = _launch(*flags, **(_SETTINGS | arguments))
   assert result.returncode == 0, result.stdout + result.stderr
   (line,) = [s for s in result.stdout.splitlines() if " RESULT {" in s]
   return json.loads(line.split(" RESULT ", 1)[1])
@@ -205,6 +205,7 @@ def test_asynchronous(tmp_path, replication):
     *("--workers=2", "--ps=2", *chief),
     replication=replication,
     optimizer="Adam",
+    rate=0.05,  # Small: a gradient may be very stale.
     rule={"asynchronous": []},
     train_dir=str(tmp_path),
     epochs=8,
@@ -212,11 +213,13 @@ def test_asynchronous(tmp_path, replication):
   # Not the losses: a late epoch may repeat those of the first one.
   x, y = tables_task.data()
   untrained = _untrained("Adam", _first(40)).predict(x, verbose=0)
+  # Each worker has every second batch of 16. On a busy machine, one worker may
+  # make all updates; then nothing is learned from the other's batches.
   before, after = (
-    np.mean((np.asarray(predicted) - y) ** 2)
+    np.mean(((np.asarray(predicted) - y) ** 2).reshape(3, 2, 16), axis=(0, 2))
     for predicted in (untrained, ours["predicted"])
   )
-  assert after < 0.8 * before
+  assert np.any(after < 0.8 * before), (before, after)
   assert sum(applied for applied, _ in ours["counts"].values()) == 48
 
 

@@ -63,6 +63,20 @@ class CallOnTest(parameterized.TestCase):
     self.assertEqual(int(found["a"]), 15)
     self.assertEqual(rows.indices.numpy().tolist(), [3])
 
+  def test_refuses_operations_for_other_devices(self):
+    """In-graph, a parameter server cannot run a part on another."""
+    other = self.device.replace("task:0", "task:1")
+
+    def fn():
+      with tf.device(other):
+        return tf.timestamp()
+
+    run = tf.function(
+      lambda: control_flow.call_on(self.device, fn), autograph=False
+    )
+    with self.assertRaisesRegex(AssertionError, "may not know .*task:1"):
+      run.get_concrete_function()
+
   def test_is_one_operation(self):
     @tf.function(autograph=False)
     def run(x):

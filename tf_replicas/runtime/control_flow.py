@@ -58,7 +58,8 @@ def call_on(
       of these tensors has to be an input of another operation, for example by
       `after` of another call: TensorFlow may leave out a call of whose results
       none is used, and control dependencies do not count. `fn` must have no
-      control dependencies on tensors from outside.
+      control dependencies on tensors from outside, and no operations for other
+      devices.
     after: Tensors to wait for, besides those that `fn` uses.
 
   Returns:
@@ -83,6 +84,8 @@ def call_on(
     body, autograph=False, experimental_attributes=_STAYS_WHOLE
   ).get_concrete_function(*after)
   assert not function.graph.function_captures.control, "use `after`"
+  elsewhere = _elsewhere(function.graph, device)
+  assert not elsewhere, f"{device} may not know {elsewhere}"
   function.add_to_graph()
   with tf.device(device):
     # The call that Python makes would be a stateful operation.
@@ -96,6 +99,25 @@ def call_on(
   return tf.nest.pack_sequence_as(
     function.structured_outputs, results, expand_composites=True
   )
+
+
+def _elsewhere(graph: tf.Graph, device: str) -> list[str]:
+  """Lists other devices than `device` on which operations of `graph` must run.
+
+  A task that runs the function of a call may not know the other tasks:
+  in-graph, parameter servers do not know each other.
+
+  Args:
+    graph: The graph of a function. Its branches and loops are not searched.
+    device: The device of the call.
+  """
+  here = tf.DeviceSpec.from_string(device)
+  names = {operation.device for operation in graph.get_operations()}
+  return [
+    name
+    for name in sorted(names)
+    if here.make_merged_spec(tf.DeviceSpec.from_string(name)) != here
+  ]
 
 
 def _anchor(device: str) -> tf.Tensor:
