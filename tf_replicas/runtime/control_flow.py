@@ -113,11 +113,13 @@ def _elsewhere(graph: tf.Graph, device: str) -> list[str]:
   """
   here = tf.DeviceSpec.from_string(device)
   names = {operation.device for operation in graph.get_operations()}
-  return [
-    name
-    for name in sorted(names)
-    if here.make_merged_spec(tf.DeviceSpec.from_string(name)) != here
-  ]
+
+  def differs(name: str) -> bool:
+    there = tf.DeviceSpec.from_string(name)
+    # Both orders are equal unless they set one part of the name differently.
+    return here.make_merged_spec(there) != there.make_merged_spec(here)
+
+  return [name for name in sorted(names) if differs(name)]
 
 
 def _anchor(device: str) -> tf.Tensor:
