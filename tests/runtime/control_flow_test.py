@@ -63,7 +63,7 @@ class CallOnTest(parameterized.TestCase):
     self.assertEqual(int(found["a"]), 15)
     self.assertEqual(rows.indices.numpy().tolist(), [3])
 
-  def test_refuses_operations_for_other_devices(self):
+  def test_refuses_operations_for_other_tasks(self):
     """In-graph, a parameter server cannot run a part on another."""
     other = self.device.replace("task:0", "task:1")
 

@@ -59,7 +59,7 @@ def call_on(
       `after` of another call: TensorFlow may leave out a call of whose results
       none is used, and control dependencies do not count. `fn` must have no
       control dependencies on tensors from outside, and no operations for other
-      devices.
+      tasks.
     after: Tensors to wait for, besides those that `fn` uses.
 
   Returns:
@@ -102,7 +102,7 @@ def call_on(
 
 
 def _elsewhere(graph: tf.Graph, device: str) -> list[str]:
-  """Lists other devices than `device` on which operations of `graph` must run.
+  """Lists devices of other tasks on which operations of `graph` must run.
 
   A task that runs the function of a call may not know the other tasks:
   in-graph, parameter servers do not know each other.
@@ -111,15 +111,20 @@ def _elsewhere(graph: tf.Graph, device: str) -> list[str]:
     graph: The graph of a function. Its branches and loops are not searched.
     device: The device of the call.
   """
-  here = tf.DeviceSpec.from_string(device)
+
+  def task_of(name: str) -> tf.DeviceSpec:
+    spec = tf.DeviceSpec.from_string(name)
+    return spec.replace(device_type=None, device_index=None)
+
+  here = task_of(device)
   names = {operation.device for operation in graph.get_operations()}
-
-  def differs(name: str) -> bool:
-    there = tf.DeviceSpec.from_string(name)
-    # Both orders are equal unless they set one part of the name differently.
-    return here.make_merged_spec(there) != there.make_merged_spec(here)
-
-  return [name for name in sorted(names) if differs(name)]
+  # Both orders are equal unless they set one part of the name differently.
+  return [
+    name
+    for name in sorted(names)
+    if here.make_merged_spec(task_of(name))
+    != task_of(name).make_merged_spec(here)
+  ]
 
 
 def _anchor(device: str) -> tf.Tensor:
