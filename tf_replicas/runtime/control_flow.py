@@ -117,14 +117,14 @@ def _elsewhere(graph: tf.Graph, device: str) -> list[str]:
     return spec.replace(device_type=None, device_index=None)
 
   here = task_of(device)
+
+  def is_elsewhere(name: str) -> bool:
+    there = task_of(name)
+    # Both orders are equal unless they set one part of the name differently.
+    return here.make_merged_spec(there) != there.make_merged_spec(here)
+
   names = {operation.device for operation in graph.get_operations()}
-  # Both orders are equal unless they set one part of the name differently.
-  return [
-    name
-    for name in sorted(names)
-    if here.make_merged_spec(task_of(name))
-    != task_of(name).make_merged_spec(here)
-  ]
+  return sorted(filter(is_elsewhere, names))
 
 
 def _anchor(device: str) -> tf.Tensor:

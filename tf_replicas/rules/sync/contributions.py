@@ -380,11 +380,11 @@ class Contributions:
   ) -> tuple[tf.Tensor, tf.Tensor]:
     """Waits for the chief's reply to a message.
 
-    A replica that has not heard of it yet may still use a namespace that the
-    chief has deleted, after the loss of a parameter server. The first op of a
-    call that needs a queue makes a deleted queue anew. Nobody else would use
-    the new queues, so the wait would never end. Variables are not made anew, so
-    reading one fails.
+    After the loss of a parameter server, the chief deletes the variables and
+    queues of the old namespace. A replica that still computes does not know
+    this. Its call creates queues of the same names, which nobody else uses, so
+    the wait would never end. A deleted variable is not created again. So this
+    method reads one before it waits, which fails if it was deleted.
 
     Args:
       sent: Available once the message is in the inbox.
