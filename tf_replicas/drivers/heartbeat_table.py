@@ -16,7 +16,8 @@ import tensorflow as tf
 from tf_replicas.drivers import versions
 from tf_replicas.runtime import resources
 
-_LEFT = 0.0
+# By what the time of a heartbeat is multiplied.
+_PRESENT, _RESTING, _LEFT = 1, -1, 0
 _NO_PROCESS = 0
 # The age of a client that rests is less than this: the seconds since its last
 # heartbeat are subtracted.
@@ -137,17 +138,30 @@ class HeartbeatTable:
     """
     return HeartbeatTable(self.device, self._namespace)
 
-  @tf.function(autograph=False)
-  def _beat(self, client, process, sign, joins) -> tf.Tensor:
+  @tf.function(autograph=False, input_signature=[tf.TensorSpec([4], tf.int64)])
+  def _beat(self, numbers: tf.Tensor) -> tf.Tensor:
+    """Records a heartbeat on the serving task.
+
+    Args:
+      numbers: One tensor, since each is sent by itself: the client, the
+        process, the factor of the time (`_PRESENT`, `_RESTING` or `_LEFT`), and
+        whether the process joins (0 or 1).
+
+    Returns:
+      The fields of an `Answer`.
+    """
+
     def take_over():
       self.processes.scatter_update(tf.IndexedSlices(process, client))
       return tf.constant(True)
 
     here = resources.this_device()
     with tf.device(self.device):
+      client, process, factor, joins = tf.unstack(numbers)
+      joins = joins > 0
       known = tf.gather(self.processes.read_value(), client)
       is_current = joins | (known == process) | (known == _NO_PROCESS)
-      now = sign * tf.timestamp()
+      now = tf.cast(factor, tf.float64) * tf.timestamp()
       last = tf.gather(self.beats.read_value(), client)
       now = tf.where(is_current, now, last)
       self.beats.scatter_update(tf.IndexedSlices(now, client))
@@ -179,11 +193,9 @@ class HeartbeatTable:
     Returns:
       The answer of the serving task.
     """
-    numbers = tf.constant(client), tf.constant(process, tf.int64)
-    sign = (-1.0 if rests else 1.0) if is_here else _LEFT
-    sign = tf.constant(sign, tf.float64)
-    answer = self._beat(*numbers, sign, tf.constant(joins))
-    return Answer(*answer.numpy().tolist())
+    factor = (_RESTING if rests else _PRESENT) if is_here else _LEFT
+    numbers = tf.constant([client, process, factor, int(joins)], tf.int64)
+    return Answer(*self._beat(numbers).numpy().tolist())
 
   def dismiss(self, outcome: str) -> None:
     """Tells the serving task, which keeps this table, to end.

@@ -31,9 +31,11 @@ IDLE, OPEN, LOST = 0, 1, -1
 _PATIENCE_SECS = 600.0
 # Gradients of at least this staleness are counted together.
 MAX_STALENESS = 255
-# The chief reports updates together that are made within this time. Reading
-# each of them alone costs it, and PS task 0, as much as a small model's step.
-_REPORT_SECS = 0.03
+# The chief reports updates together that are made within this time: the longer
+# one if it wants so many. A report costs it and PS task 0 about as much
+# processor time as a step of a small model.
+_LEAST_REPORT_SECS = 0.03
+_MOST_REPORT_SECS = 0.1
 
 
 class Admission(NamedTuple):
@@ -130,7 +132,9 @@ class AsyncAdmission:
     self._num_replicas = num_replicas
     self._admits = admits
     self._was_woken = False
-    self._next_report = 0.0
+    self._reported = 0.0  # When, in seconds of `time.monotonic`.
+    self._reported_step = 0
+    self._update_secs = 0.0
     self._device = store.device_of_task(0)
     self._lock = store.count_lock
     with tf.device(self._device):
@@ -326,15 +330,20 @@ class AsyncAdmission:
     self._progress.close()
     self._retries.close()
 
-  def collect(self, rate: Callable[[int], float]) -> results.Update:
+  def collect(
+    self, rate: Callable[[int], float], max_updates: int = 1
+  ) -> results.Update:
     """Waits for an update, and returns one report of all unreported updates.
 
-    It waits at least until 30 ms after its last return, because each report
-    costs time in the chief and in PS task 0.
+    Each report costs time in the chief and in PS task 0. So it waits until 30
+    to 100 ms have passed since its last return: the time in which `max_updates`
+    updates are made, at their last rate.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
         the rate of the last update.
+      max_updates: How many updates the caller waits for. There may be more in
+        the report.
 
     Returns:
       The report. Its loss is the mean over all sets of gradients.
@@ -346,12 +355,18 @@ class AsyncAdmission:
         reported.
       tf.errors.OutOfRangeError: After `close`.
     """
-    time.sleep(max(0.0, self._next_report - time.monotonic()))
+    wait_secs = max(_LEAST_REPORT_SECS, max_updates * self._update_secs)
+    wait_secs = min(wait_secs, _MOST_REPORT_SECS)
+    time.sleep(max(0.0, self._reported + wait_secs - time.monotonic()))
     update = None if self._was_woken else self._take(rate)
-    self._next_report = time.monotonic() + _REPORT_SECS
+    elapsed_secs = time.monotonic() - self._reported
+    self._reported += elapsed_secs
     if update is None:
       self._was_woken = False
       raise results.Interrupted("interrupted")
+    num_updates = max(update.global_step - self._reported_step, 1)
+    self._reported_step = update.global_step
+    self._update_secs = elapsed_secs / num_updates
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:

@@ -597,7 +597,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     `UpdateRule.apply_updates`.
 
     Args:
-      max_updates: Not used.
+      max_updates: How many updates the caller waits for. The report may have
+        fewer or more.
 
     Returns:
       A list of one report.
@@ -608,10 +609,9 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       Interrupted: If `interrupt` was called.
       tf.errors.OutOfRangeError: After `close`.
     """
-    del max_updates
     self.check_built()
     self.inner.refresh()
-    return [self.admission.collect(self.inner.learning_rate)]
+    return [self.admission.collect(self.inner.learning_rate, max_updates)]
 
   # For the driver that watches and ends the training.
 
