@@ -5,10 +5,9 @@ staleness are also counted exactly. `AsyncReplicasOptimizer` documents the
 protocol.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +26,28 @@ from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
+
+
+class _Answer(NamedTuple):
+  """The answer to one replica's gradients, with what describes them.
+
+  Attributes:
+    admission: Whether they are applied, as which update, and how stale.
+    replica: The index of the replica; an int, or a scalar on PS task 0.
+    clock: How many steps the replica has made, for the staleness clocks.
+    loss: Scalar, the mean loss over the examples of the batch.
+    num_examples: Scalar, the number of examples in the batch.
+  """
+
+  admission: async_admission.Admission
+  replica: int | tf.Tensor
+  clock: tf.Tensor
+  loss: tf.Tensor
+  num_examples: tf.Tensor
+
+  def for_replica(self, replica: int | tf.Tensor) -> "_Answer":
+    """Returns the same with the index `replica` itself if that is an int."""
+    return self if tf.is_tensor(replica) else self._replace(replica=replica)
 
 
 class AsyncReplicasOptimizer(rule_base.OptimizerRule):
@@ -447,119 +468,128 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       replica, local_step, is_sound, loss, num_examples
     )
     own_update = self._own_update
-    parts, vector = None, scalars.vector
-    may_refuse = self.policy.admits is not None or self.policy.max_lead == 0
-    is_by_task = not may_refuse and own_update.is_by_task
-    parcels = own_update.pack(gradients, None if may_refuse else scalars)
-    if not may_refuse and not is_by_task:
-      # Send the gradients without waiting for an answer.
-      parts, vector = own_update.send(parcels)
+    if self.policy.admits is not None or self.policy.max_lead == 0:
+      # Ask first: gradients that are refused are not sent.
+      parcels = own_update.pack(gradients)
+      return self._apply_if_admitted(replica, scalars, scalars.vector, parcels)
+    parcels = own_update.pack(gradients, scalars)
+    if own_update.is_by_task:
+      return self._apply_by_task(replica, scalars, parcels)
+    parts, vector = own_update.send(parcels)
+    return self._apply_if_admitted(replica, scalars, vector, parcels, parts)
 
-    def admit() -> list[Any]:
-      landed, sent, arrived_at, decision = [], [vector], [], []
-      if is_by_task:
-        landed, sent = own_update.land(0, parcels[0])
-        every = tf.nest.flatten([landed, sent], expand_composites=True)
-        arrived_at = step_token.now(*every)
-      replica, local_step, is_sound, *report = scalars.split(*sent)
-      # Wait for the gradient before any clock or lock.
-      with tf.control_dependencies([is_sound]):
-        clock = self._clocks.next_clock(replica)
-        passed = self._clocks.before(replica, clock)
-      with tf.control_dependencies([passed]):
-        admission = self.admission.admit(replica, local_step, is_sound)
-      if is_by_task:
-        decision = own_update.pack_decision(
-          replica, admission.admitted, admission.version, admission.staleness
-        )
-      return [admission, clock, replica, decision, landed, arrived_at, *report]
+  def _ask(
+    self, scalars: resources.Scalars, vector: tf.Tensor | None
+  ) -> _Answer:
+    """Asks whether one replica's gradients are applied, on PS task 0.
 
-    (
-      admission,
-      clock,
-      replica_there,
-      decision,
-      landed,
-      arrived_at,
-      loss,
-      num_examples,
-    ) = control_flow.call_on(self._device, admit)
-    if tf.is_tensor(replica):
-      replica = replica_there
+    Waits where a policy demands it.
 
-    def finish(is_update: tf.Tensor | bool) -> tf.Tensor:
-      return self.admission.finish(
-        replica, admission.staleness, loss, num_examples, is_update
+    Args:
+      scalars: What describes the gradients.
+      vector: The copy of `scalars.vector` on PS task 0.
+
+    Returns:
+      The answer.
+    """
+    replica, local_step, is_sound, *report = scalars.split(vector)
+    # Wait for the gradients before any clock or lock.
+    with tf.control_dependencies([is_sound]):
+      clock = self._clocks.next_clock(replica)
+      passed = self._clocks.before(replica, clock)
+    with tf.control_dependencies([passed]):
+      admission = self.admission.admit(replica, local_step, is_sound)
+    return _Answer(admission, replica, clock, *report)
+
+  def _apply_by_task(
+    self,
+    replica: int | tf.Tensor,
+    scalars: resources.Scalars,
+    parcels: Sequence[own_update_lib.TaskGradients],
+  ) -> step_token.StepToken:
+    """Applies one replica's gradients by one call on each PS task.
+
+    It sends them before the answer, with the scalars. It is possible only if
+    `own_update.is_by_task`.
+
+    Args:
+      replica: The index of the replica.
+      scalars: What describes the gradients.
+      parcels: The packed gradients and scalars, by PS task.
+
+    Returns:
+      What `apply_gradients` returns.
+    """
+    own_update = self._own_update
+
+    def ask():
+      landed, sent = own_update.land(0, parcels[0])
+      every = tf.nest.flatten([landed, sent], expand_composites=True)
+      arrived_at = step_token.now(*every)
+      answer = self._ask(scalars, *sent)
+      admission = answer.admission
+      decision = own_update.pack_decision(
+        answer.replica,
+        admission.admitted,
+        admission.version,
+        admission.staleness,
       )
+      return answer, landed, arrived_at, decision
 
-    def release(
-      step: tf.Tensor, *times: tf.Tensor | float
-    ) -> step_token.StepToken:
-      passed = tf.identity(self._clocks.after(replica, clock))
-      return step_token.StepToken(
-        tf.cast(admission.admitted, tf.int64),
-        tf.identity(step),
-        tf.constant(step_token.NO_TAG, tf.int64),
-        step_token.pack_times(*times, released=step_token.now(passed)),
+    answer, landed, arrived_at, decision = control_flow.call_on(
+      self._device, ask
+    )
+    answer = answer.for_replica(replica)
+    done = own_update.apply_by_task(parcels, landed, decision)
+
+    def count() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+      step = self._finish(answer, True)
+      return step, arrived_at, step_token.now(step)
+
+    def count_and_release() -> step_token.StepToken:
+      admission = answer.admission
+      step, *times = tf.cond(
+        admission.admitted, count, lambda: self._refuse(admission)
       )
+      with tf.control_dependencies([step]):
+        return self._release(answer, step, step_token.never(), *times)
 
-    if is_by_task:
-      done = own_update.apply_by_task(parcels, landed, decision)
-
-      def count() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        step = finish(True)
-        return step, arrived_at, step_token.now(step)
-
-      def count_and_release() -> step_token.StepToken:
-        step, *times = tf.cond(
-          admission.admitted, count, lambda: self._refuse(admission)
-        )
-        with tf.control_dependencies([step]):
-          return release(step, step_token.never(), *times)
-
-      return control_flow.call_on(self._device, count_and_release, done)
-    step, *times = self._apply_if_admitted(
-      parcels, parts, replica, admission, finish
-    )
-    return control_flow.call_on(
-      self._device, lambda: release(step, *times), [step]
-    )
+    return control_flow.call_on(self._device, count_and_release, done)
 
   def _apply_if_admitted(
     self,
-    parcels: Sequence[own_update_lib.TaskGradients],
-    parts: list[list[rule_base.Gradient]] | None,
     replica: int | tf.Tensor,
-    admission: async_admission.Admission,
-    finish: Callable[[tf.Tensor | bool], tf.Tensor],
-  ) -> tuple[tf.Tensor, tf.Tensor | float, tf.Tensor, tf.Tensor]:
-    """Sends and applies the gradients, if they are admitted.
+    scalars: resources.Scalars,
+    vector: tf.Tensor | None,
+    parcels: Sequence[own_update_lib.TaskGradients],
+    parts: list[list[rule_base.Gradient]] | None = None,
+  ) -> step_token.StepToken:
+    """Asks, and then applies one replica's gradients, or sends them first.
 
     Args:
+      replica: The index of the replica.
+      scalars: What describes the gradients.
+      vector: `scalars.vector`, or its copy on PS task 0.
       parcels: The packed gradients, by PS task.
-      parts: The gradients on the PS tasks if they were sent already; None if
-        they must be sent.
-      replica: The index of the replica that computed the gradients.
-      admission: The decision on the gradients.
-      finish: Counts the gradients, and returns the new global step. It is
-        called with a bool: whether they completed an update.
+      parts: The gradients on the PS tasks if they were sent before the answer.
+        None: they are sent after it, if they are admitted.
 
     Returns:
-      The global step from which the replica continues, or `step_token.ENDED`
-      (-1); and three times in seconds since 1970: when the gradients were
-      admitted or refused (`NEVER` if they were sent without asking), when they
-      were delivered, and when they were applied (both `NEVER` if they were
-      refused).
+      What `apply_gradients` returns.
     """
+    answer = control_flow.call_on(
+      self._device, lambda: self._ask(scalars, vector)
+    ).for_replica(replica)
+    admission = answer.admission
 
     def apply():
       return self._own_update(
-        replica,
+        answer.replica,
         parts or self._own_update.send(parcels)[0],
         admission.version,
         admission.staleness,
         self.admission.pending,
-        finish,
+        lambda is_update: self._finish(answer, is_update),
       )
 
     with tf.device(self._device):
@@ -569,7 +599,60 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       step, *times = tf.cond(
         admission.admitted, apply, lambda: self._refuse(admission)
       )
-    return step, admitted_at, *times
+    return control_flow.call_on(
+      self._device,
+      lambda: self._release(answer, step, admitted_at, *times),
+      [step],
+    )
+
+  def _finish(self, answer: _Answer, is_update: tf.Tensor | bool) -> tf.Tensor:
+    """Counts gradients that were applied, and returns the new global step.
+
+    Args:
+      answer: The answer that admitted them.
+      is_update: Whether they completed an update.
+    """
+    return self.admission.finish(
+      answer.replica,
+      answer.admission.staleness,
+      answer.loss,
+      answer.num_examples,
+      is_update,
+    )
+
+  def _release(
+    self,
+    answer: _Answer,
+    step: tf.Tensor,
+    admitted_at: tf.Tensor | float,
+    delivered_at: tf.Tensor,
+    applied_at: tf.Tensor,
+  ) -> step_token.StepToken:
+    """Lets a replica continue, on PS task 0; waits where a policy demands it.
+
+    Args:
+      answer: The answer to its gradients.
+      step: int64 scalar, the global step from which it continues.
+      admitted_at: When its gradients were admitted or refused, in seconds since
+        1970; `NEVER` if they were sent without asking.
+      delivered_at: When they were delivered; `NEVER` if they were refused.
+      applied_at: When they were applied; `NEVER` if they were refused.
+
+    Returns:
+      What `apply_gradients` returns.
+    """
+    passed = tf.identity(self._clocks.after(answer.replica, answer.clock))
+    return step_token.StepToken(
+      tf.cast(answer.admission.admitted, tf.int64),
+      tf.identity(step),
+      tf.constant(step_token.NO_TAG, tf.int64),
+      step_token.pack_times(
+        admitted_at,
+        delivered_at,
+        applied_at,
+        released=step_token.now(passed),
+      ),
+    )
 
   def _refuse(
     self, admission: async_admission.Admission
