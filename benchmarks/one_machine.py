@@ -13,8 +13,8 @@ log lines, summaries and moving averages. `fit` has the moving averages of its
 optimizer, the TensorBoard callback, and TensorFlow's own local response
 normalization; `fit, our LRN` has that of this project, and `fit auto` compiles
 with XLA. The strategies train in a plain loop on this project's network with
-its normalization, without moving averages or summaries. The last row prepares
-batches and does nothing with them.
+its normalization and its moving averages, without summaries. The last row
+prepares batches and does nothing with them.
 """
 
 import os
@@ -62,6 +62,7 @@ _ROWS = (
   "input on one core",
 )
 _DECAY = 0.004
+_AVERAGES_DECAY = 0.9999
 
 
 def ours(num_towers: int) -> float:
@@ -116,7 +117,7 @@ def fit(jit_compile: bool | str, *, has_our_lrn: bool) -> float:
     configure,
   )
   model.compile(
-    keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9999),
+    keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=_AVERAGES_DECAY),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     jit_compile=jit_compile,
   )
@@ -146,6 +147,7 @@ def strategy(name: str) -> float:
 
   from cifar10 import model as model_lib
   from tf_replicas.runtime import devices
+  from tf_replicas.store import moving_averages
 
   numbers = range(FLAGS.towers)
   devices.configure(numbers, num_emulated=FLAGS.towers)
@@ -163,6 +165,12 @@ def strategy(name: str) -> float:
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)
   paths = [v.path for v in model.trainable_variables]
+  averages = moving_averages.MovingAverages(_AVERAGES_DECAY)
+  with tf.device("/device:CPU:0"):
+    pairs = [
+      (tf.Variable(tf.convert_to_tensor(v)), v.value)
+      for v in model.trainable_variables
+    ]
 
   def replica_step(images, labels):
     with tf.GradientTape() as tape:
@@ -177,15 +185,16 @@ def strategy(name: str) -> float:
     return loss
 
   @tf.function
-  def step(batch):
+  def step(batch, number):
     losses = scope.run(replica_step, args=batch)
+    averages.update(pairs, number)
     return scope.reduce(tf.distribute.ReduceOp.MEAN, losses, axis=None)
 
   batches = iter(scope.experimental_distribute_dataset(_dataset()))
   for number in range(_WARM_UP_STEPS + FLAGS.steps):
     if number == _WARM_UP_STEPS:
       start = time.perf_counter()
-    loss = float(step(next(batches)))
+    loss = float(step(next(batches), tf.constant(number)))
   del loss
   return FLAGS.steps * FLAGS.batch_size / (time.perf_counter() - start)
 

@@ -630,7 +630,7 @@ def _one_machine() -> Iterable[list[object]]:
   ]
   yield [
     "Examples/sec of two towers of 64 images, divided by those of TensorFlow's"
-    " strategies on the same devices and with our LRN. For"
+    " strategies on the same devices, with our LRN and moving averages. For"
     " `CentralStorageStrategy`:"
     f" {found.goal(1.0, 'towers', 'CentralStorageStrategy').lower()}",
     "the same",
