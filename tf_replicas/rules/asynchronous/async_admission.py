@@ -31,8 +31,8 @@ IDLE, OPEN, LOST = 0, 1, -1
 _PATIENCE_SECS = 600.0
 # Gradients of at least this staleness are counted together.
 MAX_STALENESS = 255
-# The chief reports updates together that are made within this time: the longer
-# one if it wants so many. A report costs it and PS task 0 about as much
+# The chief reports updates together that are made within this time, the longer
+# one if it waits for many. A report costs it and PS task 0 about as much
 # processor time as a step of a small model.
 _LEAST_REPORT_SECS = 0.03
 _MOST_REPORT_SECS = 0.1
@@ -336,8 +336,9 @@ class AsyncAdmission:
     """Waits for an update, and returns one report of all unreported updates.
 
     Each report costs time in the chief and in PS task 0. So it waits until 30
-    to 100 ms have passed since its last return: the time in which `max_updates`
-    updates are made, at their last rate.
+    ms have passed since its last return. If the caller waits for more than one
+    update, it takes longer, but at most 100 ms: as long as it takes to make the
+    others, at the last rate.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
@@ -355,8 +356,8 @@ class AsyncAdmission:
         reported.
       tf.errors.OutOfRangeError: After `close`.
     """
-    wait_secs = max(_LEAST_REPORT_SECS, max_updates * self._update_secs)
-    wait_secs = min(wait_secs, _MOST_REPORT_SECS)
+    others_secs = (max_updates - 1) * self._update_secs
+    wait_secs = min(max(_LEAST_REPORT_SECS, others_secs), _MOST_REPORT_SECS)
     time.sleep(max(0.0, self._reported + wait_secs - time.monotonic()))
     update = None if self._was_woken else self._take(rate)
     elapsed_secs = time.monotonic() - self._reported
