@@ -360,8 +360,8 @@ class AsyncAdmission:
     wait_secs = min(max(_LEAST_REPORT_SECS, others_secs), _MOST_REPORT_SECS)
     time.sleep(max(0.0, self._reported + wait_secs - time.monotonic()))
     update = None if self._was_woken else self._take(rate)
-    elapsed_secs = time.monotonic() - self._reported
-    self._reported += elapsed_secs
+    now = time.monotonic()
+    elapsed_secs, self._reported = now - self._reported, now
     if update is None:
       self._was_woken = False
       raise results.Interrupted("interrupted")

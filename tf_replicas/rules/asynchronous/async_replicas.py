@@ -46,7 +46,11 @@ class _Answer(NamedTuple):
   num_examples: tf.Tensor
 
   def for_replica(self, replica: int | tf.Tensor) -> "_Answer":
-    """Returns the same with the index `replica` itself if that is an int."""
+    """Returns the same answer, with `replica` as its index if that is an int.
+
+    A call on a PS task returns tensors only. An int is better where it is
+    known: no choice among the replicas is then left to run time.
+    """
     return self if tf.is_tensor(replica) else self._replace(replica=replica)
 
 
@@ -564,7 +568,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     parcels: Sequence[own_update_lib.TaskGradients],
     parts: list[list[rule_base.Gradient]] | None = None,
   ) -> step_token.StepToken:
-    """Asks, and then applies one replica's gradients, or sends them first.
+    """Applies one replica's gradients if the answer admits them.
 
     Args:
       replica: The index of the replica.

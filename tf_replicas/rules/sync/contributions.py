@@ -382,9 +382,9 @@ class Contributions:
 
     After the loss of a parameter server, the chief deletes the variables and
     queues of the old namespace. A replica that still computes does not know
-    this. Its call creates queues of the same names, which nobody else uses, so
-    the wait would never end. A deleted variable is not created again. So this
-    method reads one before it waits, which fails if it was deleted.
+    this. It would create new queues of the same names, and wait there forever,
+    since nobody else uses them. A variable that was deleted is not created
+    again: reading it fails. So this method reads one before it waits.
 
     Args:
       sent: Available once the message is in the inbox.
