@@ -1,10 +1,10 @@
 """Runs one process of `benchmarks.floor`.
 
-  python -m benchmarks.floor_task KIND BATCH_SIZE SPEC JOB INDEX
+  python -m benchmarks.floor_task KIND UPDATE BATCH_SIZE SPEC JOB INDEX
 
-For every number in a line of its standard input, it makes that many updates,
-and prints how many seconds they took. It ends when its input ends. In a
-cluster, only the chief does this.
+For every number in a line of its standard input, it makes that many steps, and
+prints how many seconds they took. It ends when its input ends. In a cluster,
+only the chief does this.
 """
 
 import json
@@ -23,6 +23,8 @@ from tf_replicas.drivers import in_graph
 from tf_replicas.drivers import server
 from tf_replicas.programs import run_options
 from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules.asynchronous import async_replicas
 from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.store import moving_averages
 
@@ -35,10 +37,10 @@ _DRIVERS = {
 }
 
 
-def serve(update: Callable[[int], object]) -> None:
-  """Makes updates when asked to, after some that trace all functions."""
-  update(_PER_CALL)
-  live_cluster.serve_turns(update)
+def serve(make_steps: Callable[[int], object]) -> None:
+  """Makes steps when asked to, after some that trace all functions."""
+  make_steps(_PER_CALL)
+  live_cluster.serve_turns(make_steps)
 
 
 def tutorial(batch_size: int) -> model_replica.Replica:
@@ -127,16 +129,36 @@ def one_process(batch_size: int) -> Callable[[int], object]:
   return update
 
 
+def new_rule(update: str, count: int) -> rule_base.OptimizerRule:
+  """Returns a rule for plain gradient descent, with moving averages.
+
+  Args:
+    update: `sync` or `async`.
+    count: The number of replicas.
+  """
+  optimizer = keras.optimizers.SGD(_RATE)
+  averages = moving_averages.MovingAverages(_DECAY)
+  if update == "async":
+    return async_replicas.AsyncReplicasOptimizer(
+      optimizer, count, variable_averages=averages
+    )
+  return sync_replicas.SyncReplicasOptimizer(
+    optimizer, count, count, variable_averages=averages
+  )
+
+
 def run_cluster_task(
   replication: str,
+  update: str,
   new_replica: Callable[[], model_replica.Replica],
   spec: cluster.ClusterSpec,
   task: cluster.Task,
 ) -> None:
-  """Runs a task of a cluster that trains synchronously.
+  """Runs a task of a cluster that trains.
 
   Args:
     replication: One of `_DRIVERS`.
+    update: `sync` or `async`.
     new_replica: Makes the replica.
     spec: The cluster.
     task: The task of this process.
@@ -147,36 +169,36 @@ def run_cluster_task(
     server.serve(spec, task, num_clients=clients)
     return
   count = spec.num_tasks("worker")
-
-  def new_rule():
-    return sync_replicas.SyncReplicasOptimizer(
-      keras.optimizers.SGD(_RATE),
-      count,
-      count,
-      variable_averages=moving_averages.MovingAverages(_DECAY),
-    )
-
-  driver = _DRIVERS[replication](spec, task, new_replica, new_rule)
+  driver = _DRIVERS[replication](
+    spec, task, new_replica, lambda: new_rule(update, count)
+  )
   if not driver.is_chief:
     driver.run_replica()
   else:
+    updates = count if update == "async" else 1  # In a step.
 
-    def update(count):
+    def make_steps(steps):
       step = driver.global_step
-      last = step + count
+      last = step + steps * updates
       while step < last:
-        step = driver.step(min(_PER_CALL, last - step)).global_step
+        most = min(_PER_CALL * updates, last - step)
+        step = driver.step(most).global_step
 
-    serve(update)
+    serve(make_steps)
   driver.close()
 
 
 def main(argv: list[str]) -> None:
-  kind, batch_size, document, job, index = argv
+  kind, update, batch_size, document, job, index = argv
   size = int(batch_size)
   spec = cluster.parse(json.loads(document))
   if kind == "one process":
-    serve(one_process(size))
+    count = spec.num_tasks("worker")
+    if update == "async":
+      make_updates = one_process(size)
+      serve(lambda steps: make_updates(steps * count))
+    else:
+      serve(one_process(size * count))
     return
   what, _, replication = kind.partition(", ")
   driver = (replication or "between-graph").replace("-", "_")
@@ -187,7 +209,7 @@ def main(argv: list[str]) -> None:
     return
   make = without_computing if what == "transferring" else tutorial
   task = cluster.Task(job, int(index))
-  run_cluster_task(replication, lambda: make(size), spec, task)
+  run_cluster_task(replication, update, lambda: make(size), spec, task)
 
 
 if __name__ == "__main__":

@@ -73,78 +73,69 @@ def _three_digits(value: float) -> str:
   return f"{value:.0f}" if value >= 99.5 else f"{value:.1f}"
 
 
-# The speed of a synchronous step.
+# How fast a training step could be.
+
+_FLOORS = {"synchronous": "floor", "asynchronous": "floor_async"}
+_PARTS = ("time", "processor time", "cores idle")
+_KINDS = ("between-graph", "in-graph")
 
 
 def floor() -> list[str]:
-  """Returns how long the parts of an update take (`benchmarks.floor`)."""
+  """Returns how long the parts of a step take (`benchmarks.floor`)."""
+  medians = {rule: _read(result)["medians"] for rule, result in _FLOORS.items()}
   names = {
     "one process": "one process, with updates and moving averages",
     "computing": "2 processes that compute gradients, and send nothing",
-    "training, between-graph": "training, between-graph",
-    "training, in-graph": "training, in-graph",
-    "transferring, between-graph": (
-      "the same cluster without computing, between-graph"
-    ),
-    "transferring, in-graph": "the same cluster without computing, in-graph",
   }
-  medians = _read("floor")["medians"]
+  for kind in _KINDS:
+    names |= {
+      f"training, {kind}": f"training, {kind}",
+      f"transferring, {kind}": f"the same cluster without computing, {kind}",
+      f"floor, {kind}": f"floor, {kind}",
+    }
   return _table(
-    ["", "time in ms", "processor time in ms", "cores idle"],
+    ["", *(f"{rule}: {what}" for rule in _FLOORS for what in _PARTS)],
     [
-      [
-        words,
-        f"{medians[name]['millis']:.1f}",
-        f"{medians[name]['cpu_millis']:.1f}",
-        f"{_idle(medians[name]):.0%}",
-      ]
+      [words, *(text for at in medians.values() for text in _parts(at[name]))]
       for name, words in names.items()
     ],
   )
 
 
-def _idle(times: Mapping[str, float]) -> float:
-  """Returns the share of the time in which the cores have nothing to do."""
-  return 1 - times["cpu_millis"] / (_CORES * times["millis"])
+def _parts(times: Mapping[str, float]) -> list[str]:
+  """Formats the times of a step, and how much of it the cores are idle."""
+  idle = 1 - times["cpu_millis"] / (_CORES * times["millis"])
+  return [
+    f"{times['millis']:.1f} ms",
+    f"{times['cpu_millis']:.1f} ms",
+    f"{idle:.0%}",
+  ]
 
 
 def floor_ratios() -> list[str]:
   """Returns how near training comes to its floor (`benchmarks.floor`)."""
-  data = _read("floor")
-  kinds = ["between-graph", "in-graph"]
-
-  def millis(kind):
-    rates = [rates[f"floor, {kind}"] for rates in data["updates_per_sec"]]
-    return f"{1e3 / statistics.median(rates):.1f} ms"
-
-  def ratio(first, second):
-    found = data["ratios_of_rates"]
-    return [
-      ratios.spread_in_words(found[f"{first.format(k)} / {second.format(k)}"])
-      for k in kinds
-    ]
-
-  nearest = [
-    max(rates[f"training, {kind}"] / rates[f"floor, {kind}"] for kind in kinds)
-    for rates in data["updates_per_sec"]
-  ]
+  rows = []
+  for rule, result in _FLOORS.items():
+    data = _read(result)
+    for kind in _KINDS:
+      training, lowest = f"training, {kind}", f"floor, {kind}"
+      found = [
+        turn[lowest]["millis"] / turn[training]["millis"]
+        for turn in data["rounds"]
+      ]
+      spreads = [
+        ratios.spread_in_words(data["ratios_of_rates"][f"{one} / {other}"])
+        for one, other in (
+          (training, lowest),
+          (training, "one process"),
+          (lowest, "one process"),
+        )
+      ]
+      spreads[0] += f". {_goal(0.97, found)}"
+      rows.append([f"{rule}, {kind}", *spreads])
   return _table(
-    ["", *kinds],
-    [
-      ["floor of an update", *map(millis, kinds)],
-      [
-        f"rate of training / rate of the floor. {_goal(0.97, nearest)}",
-        *ratio("training, {}", "floor, {}"),
-      ],
-      [
-        "rate of training / rate of one process",
-        *ratio("training, {}", "one process"),
-      ],
-      [
-        "rate of the floor / rate of one process",
-        *ratio("floor, {}", "one process"),
-      ],
-    ],
+    ["", "training / floor", "training / one process", "floor / one process"],
+    rows,
   )
 
 

@@ -1,4 +1,4 @@
-"""Tests for what the benchmarks share: ratios, floors, stored results."""
+"""Tests for what the benchmarks share: ratios, stored results."""
 
 import json
 import math
@@ -10,7 +10,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from benchmarks import bandwidth_kinds
-from benchmarks import floor
 from benchmarks import ratios
 from benchmarks import stored
 from experiments import trainings
@@ -56,23 +55,6 @@ class LeastTimeTest(parameterized.TestCase):
       rounds, "between-graph", network, mbit_per_sec
     )
     self.assertAlmostEqual(found, share)
-
-
-class FloorTest(absltest.TestCase):
-  def test_the_largest_of_three_bounds(self):
-    for computing, transferring, expected in (
-      ((80.0, 150.0), (20.0, 30.0), 90.0),  # Both cores are busy.
-      ((80.0, 100.0), (20.0, 30.0), 80.0),
-      ((20.0, 40.0), (50.0, 30.0), 50.0),
-    ):
-      turn = {
-        name: {"millis": millis, "cpu_millis": cpu_millis}
-        for name, (millis, cpu_millis) in (
-          ("computing", computing),
-          ("transferring, in-graph", transferring),
-        )
-      }
-      self.assertEqual(floor.floor(turn, "in-graph", 2), expected)
 
 
 class StoredTest(absltest.TestCase):

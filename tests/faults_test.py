@@ -330,9 +330,8 @@ def test_who_comes_back_beside_a_successor_ends(
   np.testing.assert_allclose(values, -RATE * mean * np.array(steps), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "job", [pytest.param("worker", marks=pytest.mark.exhaustive), "chief"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job", ["worker", "chief"])
 def test_who_comes_back_ends_where_nobody_waits(start_trial, job):
   _come_back(start_trial, "replaced_asynchronous", job, "between_graph")
 
@@ -438,18 +437,14 @@ def test_half_an_update_is_taken_back(start_trial, replication, mean):
   )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
   ("replication", "index", "mean"),
   [
     # The update is half-way on PS task 1; PS task 0 has made its part.
     ("between_graph", 1, (0.1 + 0.3 + 0.5) / 3),
-    pytest.param(
-      "between_graph",
-      0,
-      (0.1 + 0.3 + 0.5) / 3,
-      marks=pytest.mark.exhaustive,
-    ),
-    pytest.param("in_graph", 1, (0.1 + 0.3) / 2, marks=pytest.mark.exhaustive),
+    ("between_graph", 0, (0.1 + 0.3 + 0.5) / 3),
+    ("in_graph", 1, (0.1 + 0.3) / 2),
   ],
 )
 def test_a_parameter_server_dies_in_the_middle_of_an_update(
@@ -482,6 +477,7 @@ def test_a_parameter_server_dies_in_the_middle_of_an_update(
   )
 
 
+@pytest.mark.exhaustive
 def test_half_an_update_that_cannot_be_taken_back_is_an_error(start_trial):
   trial = _killed_while_updating(start_trial, "between_graph", saves=False)
   trial.await_end(*trial.spec.tasks())
@@ -490,13 +486,8 @@ def test_half_an_update_that_cannot_be_taken_back_is_an_error(start_trial):
   assert message in trial.log("worker")
 
 
-@pytest.mark.parametrize(
-  "replication",
-  [
-    pytest.param("between_graph", marks=pytest.mark.exhaustive),
-    "in_graph",
-  ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
 def test_what_was_read_is_saved_though_the_parameter_server_died(
   start_trial, replication
 ):

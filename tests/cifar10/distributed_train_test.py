@@ -402,7 +402,7 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
 ):
   """Though no checkpoint is due, and even if the step waits for a worker."""
   flags = train_flags(
-    tmp_path, f"--replication={replication}", "--max_steps=300"
+    tmp_path, f"--replication={replication}", "--max_steps=100"
   )
   status, output, _, save_secs = _end_ps_at_step_10(
     flags, signal.SIGTERM, without_worker=without_worker
@@ -422,7 +422,7 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
     assert step == resumed >= 10, output
     assert repeated == 0, output
   assert "Traceback" not in output
-  assert checkpoints.read_finished(tmp_path).global_step == 300
+  assert checkpoints.read_finished(tmp_path).global_step == 100
 
 
 @pytest.mark.exhaustive

@@ -71,6 +71,7 @@ def test_in_graph_towers_train_the_same(between_graph, tmp_path):
   _expect_equal(_state(tmp_path / "run"), between_graph[1])
 
 
+@pytest.mark.exhaustive
 def test_variables_and_towers_of_one_process_are_on_gpus(tmp_path):
   settings = config_lib.Config(
     "synthetic", batch_size=16, max_steps=STEPS, train_dir=str(tmp_path / "one")

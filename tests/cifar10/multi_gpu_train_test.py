@@ -85,6 +85,7 @@ def test_two_towers_equal_one_device_with_a_double_batch(trained, tmp_path):
   expect_equal(state(tmp_path), trained[2])
 
 
+@pytest.mark.exhaustive
 def test_two_towers_equal_a_pipeline_of_two_devices(trained, tmp_path):
   more = ["--cluster_spec=cluster_specs/two_stages.json", "--micro_batches=2"]
   more += ["--emulate_gpus", "--batch_size=32", "--max_steps=10"]

@@ -355,7 +355,13 @@ def _run_alone(document, job, replication="between_graph", **options):
   )
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_ps_that_does_not_come(replication):
   spec = cluster.resolve_ports(cluster.parse(trials.document(1, 1, chief=1)))
   run = _run_alone(
@@ -370,7 +376,9 @@ def test_ps_that_does_not_come(replication):
   assert f"ps 0 at {spec.addresses('ps')[0]}" in message
 
 
-@pytest.mark.parametrize("job", ["ps", "worker"])
+@pytest.mark.parametrize(
+  "job", ["ps", pytest.param("worker", marks=pytest.mark.exhaustive)]
+)
 def test_port_in_use(job):
   spec = cluster.resolve_ports(cluster.parse(trials.document(1, 1)))
   address = spec.address(cluster.Task(job, 0))
@@ -382,7 +390,13 @@ def test_port_in_use(job):
   assert "must have a port that is free" in message
 
 
-@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+@pytest.mark.parametrize(
+  "replication",
+  [
+    "between_graph",
+    pytest.param("in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
 def test_a_rule_for_another_number_of_replicas_is_refused(
   start_trial, replication
 ):

@@ -95,6 +95,7 @@ def test_several_batches_per_step(start_trial):
   )
 
 
+@pytest.mark.exhaustive
 def test_two_trainings_one_by_one(start_trial):
   """In the same client; a worker runs one training at a time."""
   trainings = {"first": (2.0, 3), "second": (0.5, 5)}

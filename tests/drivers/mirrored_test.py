@@ -297,6 +297,7 @@ class TestProcesses:
     assert state["examples_seen"] == mirrored_task.NUM_STEPS * BATCH
     _check(trial, losses, state)
 
+  @pytest.mark.exhaustive
   def test_they_go_on_from_a_checkpoint_of_one_process(self, start, tmp_path):
     _, middle = _expected(2)
     checkpoints.save(str(tmp_path), middle)
@@ -312,13 +313,8 @@ class TestProcesses:
     for worker in trial.workers:
       assert words in trial.tasks.log(worker), trial.logs()
 
-  @pytest.mark.parametrize(
-    "scenario",
-    [
-      pytest.param("failing_chief", marks=pytest.mark.exhaustive),
-      "unfit_chief",
-    ],
-  )
+  @pytest.mark.exhaustive
+  @pytest.mark.parametrize("scenario", ["failing_chief", "unfit_chief"])
   def test_the_others_end_when_the_chief_fails(self, start, scenario):
     trial = start(scenario)
     assert trial.await_codes() == [0, 1], trial.logs()

@@ -138,13 +138,8 @@ def test_every_model_trains_as_in_one_process(replication, name):
   _compare(_BOTH_DRIVERS[replication], replication, name)
 
 
-@pytest.mark.parametrize(
-  "replication",
-  [
-    "between_graph",
-    pytest.param("in_graph", marks=pytest.mark.exhaustive),
-  ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replication", sorted(_BOTH_DRIVERS))
 def test_layers_and_masks_see_one_part_at_a_time(replication):
   """Against training by hand. What a dropout draws is known by its mean only.
 
@@ -495,6 +490,7 @@ print("slope:", trained.values["slope"])
 """
 
 
+@pytest.mark.exhaustive
 def test_replicas_train_copies_with_clipped_gradients(tmp_path):
   """In each of 3 updates, a replica makes 2 steps of 0.25 * 1."""
   (tmp_path / "train.py").write_text(_TRAINS_COPIES, encoding="utf-8")

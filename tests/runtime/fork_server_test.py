@@ -39,6 +39,11 @@ def test_a_program_begins_with_tensorflow_imported(server):
   assert finish(process) == (0, "True 2\n")
 
 
+def test_the_garbage_collector_spares_what_was_imported(server):
+  code = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 10**5)"
+  assert finish(start(server, "-c", code)) == (0, "True True\n")
+
+
 def test_tensorflow_computes_in_every_program(server):
   code = (
     "import tensorflow as tf;"

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import importlib.abc as abc
 import importlib.util
@@ -491,6 +492,10 @@ def _main() -> NoReturn:
   except BaseException:
     traceback.print_exc()
     os._exit(1)
+  # The programs' garbage collector spares what was imported here. This saves
+  # time, and memory: what a program does not write, it shares with the server.
+  gc.collect()
+  gc.freeze()
   program = _serve(connection)
   _run(program.arguments)
   sys.exit(0)
