@@ -180,6 +180,7 @@ def run_cluster_task(
     def make_steps(steps):
       step = driver.global_step
       last = step + steps * updates
+      driver.stop_at(last)  # Asynchronous replicas would go on.
       while step < last:
         most = min(_PER_CALL * updates, last - step)
         step = driver.step(most).global_step
