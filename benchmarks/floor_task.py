@@ -28,7 +28,7 @@ from tf_replicas.rules.asynchronous import async_replicas
 from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.store import moving_averages
 
-_RATE = 0.1
+_RATE = 0.01
 _DECAY = 0.9999
 _PER_CALL = 10
 _DRIVERS = {
