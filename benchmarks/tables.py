@@ -96,18 +96,18 @@ def floor() -> list[str]:
   return _table(
     ["", *(f"{rule}: {what}" for rule in _FLOORS for what in _PARTS)],
     [
-      [words, *(text for at in medians.values() for text in _parts(at[name]))]
+      [words, *(text for at in medians.values() for text in _times(at[name]))]
       for name, words in names.items()
     ],
   )
 
 
-def _parts(times: Mapping[str, float]) -> list[str]:
+def _times(found: Mapping[str, float]) -> list[str]:
   """Formats the times of a step, and how much of it the cores are idle."""
-  idle = 1 - times["cpu_millis"] / (_CORES * times["millis"])
+  idle = 1 - found["cpu_millis"] / (_CORES * found["millis"])
   return [
-    f"{times['millis']:.1f} ms",
-    f"{times['cpu_millis']:.1f} ms",
+    f"{found['millis']:.1f} ms",
+    f"{found['cpu_millis']:.1f} ms",
     f"{idle:.0%}",
   ]
 
