@@ -710,7 +710,7 @@ class ParameterServerDriver(Driver):
     """
     if not self.recovers:
       return False
-    lost = self._heartbeats.find_lost()
+    lost = self._find_lost(error)
     # Else the connection may have been interrupted.
     is_cut = isinstance(error, _UnreachableError) or (
       isinstance(error, tf.errors.UnavailableError)
@@ -740,6 +740,15 @@ class ParameterServerDriver(Driver):
       self._abandon()
       self._reattach(since, what)
     return True
+
+  def _find_lost(self, error: tf.errors.OpError) -> list[str]:
+    """Returns the names of the lost parameter servers.
+
+    Args:
+      error: The error after which they are asked.
+    """
+    del error
+    return self._heartbeats.find_lost()
 
   def _unreachable(self) -> str:
     """Names the parameter servers that do not answer heartbeats.

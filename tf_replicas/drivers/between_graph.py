@@ -51,6 +51,7 @@ _CHIEF_PATIENCE = 10
 # which wait behind the parameters of other replicas. And it waits for all
 # parameters of its last step: the next step cannot begin with the first ones.
 _CALL_SECS = 4.0
+_ASK_SECS = 0.2
 _MAX_STEPS = 100
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
@@ -322,6 +323,27 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     )
     return self._heartbeats.outcome()
 
+  def _find_lost(self, error: tf.errors.OpError) -> list[str]:
+    """See `ParameterServerDriver._find_lost`.
+
+    If the chief could not reach a parameter server, it may have closed the
+    queues before it could tell this task to attach again. So after the error
+    that a closed queue causes, this task waits for that, for at most
+    `recovery_timeout_secs`.
+    """
+    lost = super()._find_lost(error)
+    if self.is_chief or not _is_of_closed_queue(error):
+      return lost
+
+    def is_known() -> bool:
+      return bool(lost or self._must_stop() or self._heartbeats.outcome())
+
+    deadline = time.monotonic() + self._options.recovery_timeout_secs
+    while not is_known() and time.monotonic() < deadline:
+      time.sleep(_ASK_SECS)
+      lost = super()._find_lost(error)
+    return lost
+
   def _must_stop(self) -> bool:
     """Returns whether this process must stop before the training ends.
 
@@ -353,8 +375,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       if self._must_stop() or self._heartbeats.outcome():
         return  # The queues were closed.
       # The chief may have closed the queues as a parameter server was lost.
-      is_closed = isinstance(error, tf.errors.CancelledError)
-      if is_closed or self._heartbeats.find_lost():
+      if _is_of_closed_queue(error) or self._heartbeats.find_lost():
         raise
       if self.replica.on_data_end == "error":
         raise RuntimeError(
@@ -505,3 +526,14 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   def _have_all_ended(self) -> bool:
     is_own_alive = self._thread is not None and self._thread.is_alive()
     return not self._heartbeats.here() and not is_own_alive
+
+
+def _is_of_closed_queue(error: tf.errors.OpError) -> bool:
+  """Returns whether an op failed because a queue was closed.
+
+  The end of a data set is an `OutOfRangeError` too, with another message.
+  """
+  return isinstance(error, tf.errors.CancelledError) or (
+    isinstance(error, tf.errors.OutOfRangeError)
+    and "is closed and has insufficient" in error.message
+  )
