@@ -5,6 +5,7 @@ files of `experiments/results/`, and returns the lines of a table in Markdown.
 "Median (smallest to largest)" is over the rounds of a benchmark.
 """
 
+import itertools
 import json
 import pathlib
 import statistics
@@ -82,7 +83,7 @@ _KINDS = ("between-graph", "in-graph")
 
 def floor() -> list[str]:
   """Returns how long the parts of a step take (`benchmarks.floor`)."""
-  medians = {rule: _read(result)["medians"] for rule, result in _FLOORS.items()}
+  medians = [_read(result)["medians"] for result in _FLOORS.values()]
   names = {
     "one process": "one process, with updates and moving averages",
     "computing": "2 processes that compute gradients, and send nothing",
@@ -96,7 +97,7 @@ def floor() -> list[str]:
   return _table(
     ["", *(f"{rule}: {what}" for rule in _FLOORS for what in _PARTS)],
     [
-      [words, *(text for at in medians.values() for text in _times(at[name]))]
+      [words, *itertools.chain(*(_times(kinds[name]) for kinds in medians))]
       for name, words in names.items()
     ],
   )

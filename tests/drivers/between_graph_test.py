@@ -331,6 +331,18 @@ def test_other_variables_end_the_cluster(other_variables):
   assert other_variables.tasks.wait(timeout_secs=100) == 1
 
 
+def test_a_closed_queue_is_not_the_end_of_a_data_set():
+  queue = tf.queue.FIFOQueue(1, [tf.int64])
+  queue.close()
+  with pytest.raises(tf.errors.OutOfRangeError) as closed:
+    queue.dequeue()
+  assert between_graph._is_of_closed_queue(closed.value)
+  iterator = iter(tf.data.Dataset.range(0))
+  with pytest.raises(tf.errors.OutOfRangeError) as ended:
+    iterator.get_next()
+  assert not between_graph._is_of_closed_queue(ended.value)
+
+
 def _run_alone(document, job, replication="between_graph", **options):
   """Runs one task without the rest of its cluster: (status, output)."""
   arguments = {

@@ -21,6 +21,7 @@ Parameters, optimizer slots, averages, queues and counters live on the PS tasks.
 The model, its data and the optimizer's code live in each worker.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -51,7 +52,6 @@ _CHIEF_PATIENCE = 10
 # which wait behind the parameters of other replicas. And it waits for all
 # parameters of its last step: the next step cannot begin with the first ones.
 _CALL_SECS = 4.0
-_ASK_SECS = 0.2
 _MAX_STEPS = 100
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
@@ -331,18 +331,19 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     that a closed queue causes, this task waits for that, for at most
     `recovery_timeout_secs`.
     """
-    lost = super()._find_lost(error)
-    if self.is_chief or not _is_of_closed_queue(error):
-      return lost
-
-    def is_known() -> bool:
-      return bool(lost or self._must_stop() or self._heartbeats.outcome())
-
-    deadline = time.monotonic() + self._options.recovery_timeout_secs
-    while not is_known() and time.monotonic() < deadline:
-      time.sleep(_ASK_SECS)
-      lost = super()._find_lost(error)
-    return lost
+    if not self.is_chief and _is_of_closed_queue(error):
+      with contextlib.suppress(TimeoutError):
+        waiting.await_value(
+          lambda: (
+            self._heartbeats.find_lost()
+            or self._must_stop()
+            or self._heartbeats.outcome()
+          ),
+          timeout_secs=self._options.recovery_timeout_secs,
+          what=f"{self.task} waits for the chief, which closed a queue",
+          log=self._log,
+        )
+    return super()._find_lost(error)
 
   def _must_stop(self) -> bool:
     """Returns whether this process must stop before the training ends.

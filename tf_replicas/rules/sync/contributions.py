@@ -382,9 +382,9 @@ class Contributions:
 
     After the loss of a parameter server, the chief deletes the variables and
     queues of the old namespace. A replica that still computes does not know
-    this. It would create new queues of the same names, and wait there forever,
-    since nobody else uses them. A variable that was deleted is not created
-    again: reading it fails. So this method reads one before it waits.
+    this. It would create new queues of the same names, which nobody else uses,
+    and wait there forever. A deleted variable is not created again, so reading
+    it fails. For this reason, this method reads a variable before it waits.
 
     Args:
       sent: Available once the message is in the inbox.
